@@ -101,7 +101,7 @@ def test_what_the_dispatcher_takes_on_a_gpu_is_said(head_dim, window, name, caps
     found = json.loads(capsys.readouterr().out)
     assert found["dispatched"] == name
     replace(FOUND, dispatched=name).print_table()
-    assert ("such a call takes gpu_cudnn_dense" in capsys.readouterr().out) == (name == "gpu_cudnn_dense")
+    assert ("dispatch chooses gpu_cudnn_dense" in capsys.readouterr().out) == (name == "gpu_cudnn_dense")
 
 
 def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypatch):

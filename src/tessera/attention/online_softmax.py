@@ -94,7 +94,7 @@ def raw_scores(
 
 
 def in_bits(z: Float[Array, "..."], spec: AttentionSpec, head_dim: int) -> tuple[Array, float]:
-    """Return products q.k and a factor as `raw_scores` does."""
+    """Convert the products z = q.k to what `raw_scores` returns: new z, and the factor that makes it scores in bits."""
     factor = scale_of(spec, head_dim)
     if spec.softcap:
         return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E

@@ -122,7 +122,7 @@ def fold(call: Call, dtype: str) -> Call:
 
 
 def dequantise(call: Call, dtype: str) -> Call:
-    """Return the call with int8 keys and values times their scales, rounded to the dtype; without scales, the call."""
+    """Return the call with int8 keys and values times their scales, rounded to the dtype; unchanged without scales."""
     if call.scales is None:
         return call
     by_key = np.moveaxis(call.scales.astype(np.float32), 3, 1)[..., None]  # [B,S,K,2,1]
@@ -133,8 +133,8 @@ def dequantise(call: Call, dtype: str) -> Call:
 def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False, dequantised: bool = False) -> Answer:
     """Return the largest absolute error allowed in out, lse and mass for a kernel in this dtype.
 
-    `folded` means that the kernel multiplies q by the scale and rounds the product to the dtype; `dequantised`, that it
-    does so with int8 keys and values and their scales.
+    `folded` means that the kernel multiplies q by the scale and rounds the product to the dtype. `dequantised` means
+    that the kernel multiplies int8 keys and values by their scales and rounds the products to the dtype.
     """
     call = dequantise(call, dtype) if dequantised else call
     naive = attend(call, dtype)

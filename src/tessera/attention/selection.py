@@ -219,7 +219,7 @@ def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, mini
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
-    """Mark the `count` largest ranks over J; ties go to the lower index. All ranks are >= -1, at least `count` >= 0."""
+    """Mark the `count` largest ranks over J; ties go to the lower index. Ranks are >= -1; `count` or more are >= 0."""
 
     key = (rank_BKIJ + 1).astype(jnp.uint32)
 

@@ -40,7 +40,7 @@ class Row:
         kernel: name of a kernel in `dispatch.KERNELS`; the name includes the role.
         bucket: measure -> required value or interval (low, high).
         config: fields of the kernel's Config.
-        gain: time with the default config / time with this config; 1 if the default won, None if it does not compile.
+        gain: time of the default config / time of this one; 1 if the default won, None if the default does not compile.
         record: "file" in evidence/, "workload" and "date" of the record of this kernel that supports the row.
     """
 

@@ -28,12 +28,11 @@ class Workload:
         spec: options of the dense call; the role score sets `mass`.
         fraction: share of the key tiles that the sparse role lists, if `budget` is None; the tiles are random.
         budget: options of `select_tiles`, which lists tiles by random masses; None lists random tiles.
-        scaled: keys and values are int8 with scales.
+        scaled: whether keys and values are int8 with scales.
         q_start, kv_len, q_len: one entry per sequence; None means 0, S and T.
         tags: "prefill" or "decode", and the uses: "test" (small, checked against the oracles), "hopper" (small, in
             shapes that the Hopper kernels take), "lists" (small, for the role sparse), "tiles" (workloads of "lists"
-            that the role score also runs), "int8" (small, for
-            kernels that read int8 keys), "bench" (timed).
+            that the role score also runs), "int8" (small, for kernels that read int8 keys), "bench" (timed).
     """
 
     name: str

@@ -28,7 +28,7 @@ def attention_program(
 ) -> dict[str, Any]:
     """Build the request to compile one call of a kernel of `dispatch.KERNELS`.
 
-    Without `config`, the worker takes the block sizes of dispatch. `variant` holds further arguments of
+    Without `config`, the worker takes the block sizes that dispatch chooses. `variant` holds further arguments of
     `programs.attention_call`.
     """
     return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config, "variant": variant}
@@ -90,7 +90,7 @@ class Meaning(NamedTuple):
 class CompileError(NamedTuple):
     """A compiler's refusal, its meaning and the way out.
 
-    `kind` is "time", "program" or a kind of the compiler's `MEANINGS` ("VMEM", "registers", "layout").
+    `kind` is "time", "program" or a kind of the compiler's `MEANINGS`, such as "VMEM" or "registers".
     """
 
     kind: str

@@ -84,8 +84,8 @@ def kernel_launches(text: str) -> dict[str, int]:
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
     """List the operations of a computation (the entry by default) that move data, without the Pallas kernels.
 
-    In a loop over `turns` layers, an array whose first size is `turns` counts as one slice per turn. An operation whose
-    result has an operand's exact type updates one slice in place.
+    In a loop over `turns` layers, an array whose first size is `turns` counts as one slice per turn. An operation there
+    whose result is such an array, of the same type as one of its operands, counts as an in-place update of one slice.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):

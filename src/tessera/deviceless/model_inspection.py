@@ -4,7 +4,7 @@ The predicted time is the sum of four parts:
 
 - attention: each kernel's time, from its schedule,
 - memory: the bytes of all operations around attention / bandwidth,
-- computing beyond memory: what those operations take longer by their schedules, products included,
+- computing beyond memory: how much longer those operations take by their schedules, products included,
 - collectives: the bytes that devices exchange / bandwidth of their links.
 
 It leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
@@ -135,10 +135,10 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
-    """Predict the operations around attention in milliseconds: their bytes, and what they compute beyond that.
+    """Predict two parts of the time around attention, in milliseconds: "memory" and "computing beyond memory".
 
     Operations of the program's entry run once, those of the loop over layers once per layer. Operations of loops
-    inside, such as tile selection's, are left out.
+    inside that loop, such as tile selection's, are left out.
     """
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share

@@ -42,7 +42,7 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
 def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
     """Build a layer's second half: norm, SwiGLU, down projection and residual sum.
 
-    "products" has the same three products without norm, SwiGLU and sum: what a kernel could gain at most.
+    "products" leaves out norm, SwiGLU and sum, which bounds what a kernel could gain.
     """
     config = MODELS[model]
     width, wide = config.hidden_size, config.intermediate_size
@@ -60,7 +60,10 @@ def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Calla
 
 
 def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Build norm, queries, keys and values: three products, one ("joined"), or three without the norm ("products")."""
+    """Build a layer's norm, queries, keys and values.
+
+    The forms are three products, one product ("joined"), and three products without the norm ("products").
+    """
     config = MODELS[model]
     heads, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     width = config.hidden_size

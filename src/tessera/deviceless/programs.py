@@ -23,7 +23,7 @@ WANTED = MappingProxyType({bool: "true or false", int: "a whole number", int | N
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel of this name from the table.
+    """Return the kernel of `dispatch.KERNELS` that has this name.
 
     Raises:
         ValueError: no kernel has this name.
@@ -83,9 +83,9 @@ def attention_call(
 ) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
-    q arrives head-major: in the model's own program, the fusion that applies the rotary embedding writes q in
-    this layout for kernels that request it. K and V arrive head-major, as the cache stores them. out is returned as
-    [B,T,N*H], as the output projection reads it.
+    `about` holds the kernel's "executions" and "settings". q arrives head-major: in the model's own program, the fusion
+    that applies the rotary embedding writes q in this layout for kernels that request it. K and V arrive head-major, as
+    the cache stores them. out is returned as [B,T,N*H], as the output projection reads it.
 
     Args:
         kernel, spec, shapes: the call.

@@ -126,7 +126,7 @@ class KeyRefs(NamedTuple):
 
 
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
-    """Return p and p * softcap'(z) from scores s = q.k, before scale and softcap."""
+    """Return p = 2^(score - lse) and p * softcap'(z), given the products s = q.k without scale and softcap."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     t = None if cap is None else tanh(s, scale / cap)
     p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)

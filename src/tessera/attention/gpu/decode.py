@@ -161,7 +161,7 @@ def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
 
 
 def scales_of(refs: Refs, cut: Cut, at: Place, starts: list) -> list:
-    """Start loading the scales of a block's keys and values; return none if they are not int8."""
+    """Start loading the scales of a block's keys and values; return an empty list if they are not int8."""
     return load_scales(refs.scales.at[at.sequence, at.head], starts, cut.unit) if cut.shapes.scaled else []
 
 
@@ -361,7 +361,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 def shared_bytes(cut: Cut, config: Config) -> int:
     """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers.
 
-    Int8 keys and values take half as much in each stage, a converted block of each, and their scales.
+    Int8 keys and values take half as much per stage, but also need room for one converted block of each and the scales.
     """
     head_dim, scales = cut.shapes.head_dim, 0
     blocks = config.stages * config.block_s

@@ -4,9 +4,9 @@ The tensor core multiplies q and p, which are bfloat16, by keys and values of th
 therefore land in separate buffers; threads turn them into bfloat16 and write them where a product reads them. Main
 memory sends half the bytes; shared memory carries three times as many per key.
 
-In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with a key s c
-and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the fetching
-warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
+In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with scales s
+and t, a key s c and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the
+fetching warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
 
 Threads load scales themselves: the copy engine needs targets aligned to 128 bytes, 64 scales, and a tile may be
 shorter. The padding's scales may be NaN.
@@ -72,15 +72,15 @@ def row_scales(scales, start: Array, size: int) -> list[Array]:
 
 
 def without_padding(scales: list[Array], valid: Array) -> list[Array]:
-    """Set the scales of rows from `valid` on to 0: such rows may not be keys, and their scales may be NaN."""
+    """Zero the scales of rows at or past `valid`, which hold no valid keys and whose scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
     return [jnp.where(row < valid - n * ROWS, scale, jnp.zeros_like(scale)) for n, scale in enumerate(scales)]
 
 
 def load_scales(scales, starts: list, unit: int) -> list[tuple[Array, Array]]:
-    """Start loading the scales of `unit` keys from each position of `starts`: (of the keys, of the values) for each.
+    """Start loading the scales of `unit` keys from each position of `starts`; return one pair per position.
 
-    `scales` refers to [2,S] in main memory.
+    A pair is (scales of the keys, scales of the values). `scales` refers to [2,S] in main memory.
     """
     return [
         tuple(

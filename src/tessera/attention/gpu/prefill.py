@@ -326,7 +326,7 @@ def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
 
 
 def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers suffice for blocks of 64 keys only: at head_dim 256, or for scores of int8 keys."""
+    """Return whether registers hold only blocks of 64 keys: at head_dim 256, or to score int8 keys at head_dim 128."""
     return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
 
 

@@ -211,7 +211,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
-        """Hand back the stage of the keys, whose scores are computed, and `weigh` the scores."""
+        """Hand back the stage that holds the keys of block c, whose scores s are computed; then `weigh` s."""
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
         return self.weigh(s, c, m, l)
 

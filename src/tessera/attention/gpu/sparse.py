@@ -113,9 +113,10 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def unseen(item: Item, cut: Cut) -> int:
-    """Return the barrier on which a list's last block of values arrives if some of them must be zeroed.
+    """Return the barrier on which a list's last block of values arrives if some of these values must be zeroed.
 
-    Only the fetching warpgroup waits on it; it zeroes them before it announces the block to the compute warpgroups.
+    Only the fetching warpgroup waits on this barrier; it then zeroes the values and announces the block to the compute
+    warpgroups.
     """
     return cut.lists * cut.stages + item.lane
 

@@ -124,7 +124,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class Plan(NamedTuple):
-    """Numbers about one list that a thread block needs, computed before the launch; units count along the list.
+    """Numbers about one list that a thread block needs, computed before the launch; units are numbered along the list.
 
     Attributes:
         begin, end: some row sees units [begin, end); the kernel reads only these.
@@ -144,7 +144,7 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """Compute the `Plan` of every list. As ids ascend, each number is a count of listed units before a position."""
+    """Compute the `Plan` of every list; as ids ascend, each bound is the count of listed units before a position."""
     spec, (tiles, count) = cut.spec, selection
     kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]

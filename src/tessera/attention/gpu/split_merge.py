@@ -57,7 +57,7 @@ def merge_splits(
 
 
 def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
-    """Flatten each split's numbers, padded to a multiple of THREADS; no copy is made if none is needed."""
+    """Flatten each split's numbers, padded to a multiple of THREADS; no copy is made if they need no padding."""
     x = x.reshape(x.shape[0], -1)
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % THREADS)])
 

@@ -36,10 +36,10 @@ def thirds(x: Array) -> list[Array]:
 def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
     """Multiply float32 a by b over b's axis contract_b, with float32 sums.
 
-    A bfloat16 b rounds a to bfloat16. An int8 b is exact in bfloat16; `exact` then takes a in thirds instead of
-    rounding it. A float32 b is multiplied in thirds (see `thirds`), of whose nine products only
-    six matter. Precision.HIGHEST also computes six, but here each third of b enters the matrix unit once, not up to
-    three times: 1,810 instruction bundles instead of 3,009 for a block of decode.
+    If b is bfloat16, a is rounded to bfloat16. If b is int8, b becomes bfloat16, which holds it exactly, and a is
+    rounded to bfloat16 or, with `exact`, split into `thirds`. If b is float32, both a and b are split into `thirds`;
+    only six of the nine products of thirds matter. Precision.HIGHEST also computes six, but here each third of b enters
+    the matrix unit once, not up to three times: 1,810 instruction bundles instead of 3,009 for a block of decode.
     """
     dims = (((1,), (contract_b,)), ((), ()))
     multiply = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)

@@ -10,8 +10,8 @@ block of block_s keys. A key block falls into one of four cases:
 - Another mask cuts it, or the row block is not aligned with the key block: a loop runs turn_t tokens at a time.
 
 Rows lie in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, each for G heads, so that all heads share one mask.
-HBM needs no transpose: q is head-major, as the fusion that rotates it can write it; K and V are head-major, as the
-cache stores them; out is [B,T,N*H], as the output projection reads it, if a head group fills whole lanes.
+No array is transposed in HBM: q is head-major, as the fusion that rotates it can write it; K and V are head-major, as
+the cache stores them; out is [B,T,N*H], as the output projection reads it, if a head group fills whole lanes.
 
 The vector unit's work besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where it
 has idle columns: V is extended by ones. The score role extends V by one-hot columns instead (column = tile mod 128), so
@@ -368,8 +368,11 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
-    """Return the tokens per row block of at most `rows` rows, rounded down to a power of two for causal calls without
-    window: the corner needs that and gains more than the rows lost (LOG.md)."""
+    """Return the tokens per row block of at most `rows` rows.
+
+    For causal calls without a window, round them down to a power of two: `corner` needs that, and saves more time than
+    the smaller row block costs (LOG.md).
+    """
     tokens = max(rows // groups, 1)
     return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
 

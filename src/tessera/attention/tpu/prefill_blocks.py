@@ -112,7 +112,8 @@ class Cut(NamedTuple):
     def extra(self) -> int:
         """Columns appended to V for row sums or tile masses.
 
-        Ones fill H up to a multiple of 128, or add 128 columns if H is one. One-hot columns add 128 after that padding.
+        For row sums, ones fill H up to a multiple of 128, or take 128 columns if H is already such a multiple. For tile
+        masses, 128 one-hot columns follow after H is padded to a multiple of 128.
         """
         pad = -self.head_dim % LANES
         if self.spec.mass:
@@ -198,9 +199,10 @@ def is_whole(first, start, kv_len, cut: Cut):
 
 
 def is_diagonal(first, start, kv_len, cut: Cut):
-    """Return whether `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid.
+    """Return whether the call has a corner (`Cut.corner`) and this row block and key block are aligned for it.
 
-    If so, a key block that is visible only in part consists of keys that every row sees, followed by the corner.
+    They are if `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid. Then a
+    key block that is visible only in part consists of keys that every row sees, followed by the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 

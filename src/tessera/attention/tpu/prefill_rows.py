@@ -93,7 +93,7 @@ def masked(s: Array, mask: Array, groups: int) -> Array:
 
 
 def weigh(bits: Array, half: bool) -> Array:
-    """Compute 2^bits, with `half` in bfloat16; in a simulation, as the chip is assumed to compute it."""
+    """Compute 2^bits, in bfloat16 if `half`; a simulation then rounds as the module assumes that the chip does."""
     if not half:
         return jnp.exp2(bits)
     bits = bits.astype(jnp.bfloat16)

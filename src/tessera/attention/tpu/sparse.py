@@ -369,7 +369,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.tile < PACKED:
         return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
     if shapes.scaled and spec.tile != LANES:
-        return f"tile={spec.tile}: a copy of int8 keys' scales moves {LANES} keys, so their tiles must have as many"
+        return f"tile={spec.tile} must be {LANES} with int8 keys: one copy moves that many scales"
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
     scale = 1.0 if spec.scale is None else spec.scale

@@ -65,7 +65,7 @@ class Cut(NamedTuple):
 
     @property
     def ones(self) -> int:
-        """Columns of ones appended to V: they fill H up to a multiple of 128, or add 128 if H is one."""
+        """Columns of ones appended to V: they fill H up to a multiple of 128; if H is such a multiple, 128 columns."""
         return (-self.head_dim % LANES or LANES) if self.matrix_sums else 0
 
 

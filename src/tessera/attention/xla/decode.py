@@ -4,7 +4,7 @@ Reading the KV cache bounds decode. The G query heads of a KV head therefore sha
 never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
 cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
 sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read. Paged
-keys are copied out of their pages by the block, too; blocks are then whole pages.
+keys, too, are copied out of their pages one block at a time; a block is then a number of whole pages.
 """
 
 import functools
@@ -176,9 +176,10 @@ def attend_dense(
 
 
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
-    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit.
+    """Return the block size for `at_once`, or 0 if `at_once` cannot run.
 
-    The keys must be contiguous: with pages, it would copy the whole cache.
+    Blocks must divide the keys, and all scores must fit MOST_SCORE_BYTES. Keys must be contiguous and not int8: with
+    pages, `at_once` would copy the whole cache.
     """
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
@@ -189,10 +190,10 @@ def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
     """Return the state after each sequence's visible keys: its whole blocks in one product, then the block at each end.
 
-    XLA on CPU copies every block that a loop slices out of the cache, so half of the keys take a loop as long as all
-    take two products. These read all keys and values; what comes from blocks that a sequence does not see whole is
-    dropped. Keys stand on the left, since XLA packs the right operand. For 16-bit values, a probability is the sum of
-    two 16-bit digits, so that no value needs to be widened.
+    On CPU, XLA copies every block that a loop slices out of the cache: a loop over half of the keys takes as long as
+    two products (scores, and weighted values) over all keys. The two products read all keys and values; their results
+    for blocks that a sequence does not see whole are dropped. Keys are the left operand, since XLA packs the right one.
+    For 16-bit values, a probability is the sum of two 16-bit digits, so that no value needs to be widened.
     """
     batch, heads, rows, dim = q.shape
     k, v = (x.reshape(batch, heads, -1, size, dim) for x in kv[:2])

@@ -293,7 +293,8 @@ def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], n
 def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
     """Compute dq = ds k, dk = ds^T q and dv = p^T do, recomputing the scores y (bits) block by block.
 
-    p = 2^(y - lse) with lse in bits; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the softcap's derivative.
+    p = 2^(y - lse) with lse in bits; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the softcap's derivative;
+    do and dlse are the cotangents of out and lse.
     Scores are computed transposed, [keys, rows], so that only dq contracts over the leading axis of its left operand:
     on CPU, XLA takes up to twice the time of a plain product for that.
     """

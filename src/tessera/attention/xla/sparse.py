@@ -67,7 +67,7 @@ class Lists(NamedTuple):
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
-    """Count, per query tile, the leading listed tiles that all rows see in full; 0 if a window may cut these tiles."""
+    """Count, per query tile, the leading listed tiles that all rows see in full; 0 if spec has a window."""
     if spec.window is not None:
         return jnp.zeros_like(lists.count)
     stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len
@@ -118,7 +118,7 @@ def step_masks(
 
 
 def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
-    """Return the tile ids at indices `entry` of each list. Indices past a list's end repeat its last id."""
+    """Return the tile ids at indices `entry` of each list of C ids; indices from C on repeat the list's last id."""
     return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
 
 

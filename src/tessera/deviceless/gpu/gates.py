@@ -61,6 +61,6 @@ def unawaited(report: sass.Report) -> str | None:
 
 
 def hopper_kernels() -> tuple[Kernel, ...]:
-    """List the table's kernels that run on Hopper and compile without a GPU. The gates apply to these only."""
+    """List the kernels of `dispatch.KERNELS` that run on Hopper and compile without a GPU: only these have gates."""
     ours = (kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.simulable)
     return tuple(kernel for kernel in ours if kernel.runs_on(CHIP.capability))

@@ -90,7 +90,7 @@ class Inspection(inspection.Inspection):
             "compiled in": f"{self.compile_s:.1f} s",
         }
         if self.dispatched != self.kernel:
-            rows["on a GPU"] = f"such a call takes {self.dispatched}, not this kernel"
+            rows["on a GPU"] = f"dispatch chooses {self.dispatched} for such a call, not this kernel"
         return rows
 
     def lines(self) -> Iterator[tuple[str, str | None]]:
@@ -167,7 +167,7 @@ def overfull(chip: str, held: int) -> CompileError | None:
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:
-    """Compute the figures of a compiled attention call."""
+    """Return the fields of `Inspection` that need a compiled call: figures of its kernels, and the roofline."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)

@@ -69,7 +69,7 @@ def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
     """Count an operation's cycles.
 
     A loop that processes n blocks has at least n + 2 turns, to copy the first in and the last out: fewer turns than
-    that show that the cores share the blocks. Without `blocks`, the loop has two more turns than blocks.
+    that show that the cores share the blocks. If `blocks` is None, the number of blocks is the turns minus 2.
     """
     outside, block = (made.region(name) for name in (LAUNCH, STEP))
     if blocks is None:
@@ -83,10 +83,10 @@ def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
 def seconds(
     operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion], clock_hz: float, bandwidth: float
 ) -> tuple[float, float]:
-    """Predict operations that run one after another: (seconds of their bytes, seconds of it all).
+    """Predict operations that run one after another: return (seconds of all their bytes, seconds in total).
 
-    An operation takes the longer of its cycles and its bytes. Asynchronous copies run meanwhile, so the whole is the
-    sum over the others, or the time of all bytes if that is longer.
+    An operation takes the time of its cycles or that of its bytes, whichever is longer. Asynchronous copies overlap
+    with the other operations, so the total is the sum over those others, or the time of all bytes if that is longer.
     """
     moved = busy = 0.0
     for operation, cycles in scheduled(operations, fusions):

@@ -67,7 +67,7 @@ class Inspection(inspection.Inspection):
             "spilled registers": f"{self.spill_slots:,.0f} slots a step",
         } if predicted else {"predicted": self.bound_by, **self.refused}  # fmt: skip
         return rows | {
-            "roofline": f"{reached}; {intensity:,.0f} flops per byte, the peak bounds from {ridge:,.0f}",
+            "roofline": f"{reached}; {intensity:,.0f} flops per byte, from {ridge:,.0f} the peak rate is the bound",
             "main memory": f"{format_bytes(self.hbm_bytes)} held, {format_bytes(self.moved_bytes)} moved"
             + ("" if predicted else " at least"),
             "VMEM, SMEM": f"{format_bytes(self.vmem_bytes)}, {format_bytes(self.smem_bytes)}",
@@ -138,7 +138,7 @@ def inspect_call(
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: tpu.Compiled) -> dict[str, Any]:
-    """Compute the figures of a compiled attention call."""
+    """Return the fields of `Inspection` that need a compiled call: figures of its schedules and the predicted time."""
     work = kernel.cost(spec, shapes)
     counts = dict(found.executions or {predict.BYTES: work["bytes"]})
     prediction = predict.predict(found, counts, predict.CALIBRATED)

@@ -40,8 +40,8 @@ NOMINAL = Overheads()
 """Overheads of an ideal chip: no stalls, no cost per step, full bandwidth."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Constants fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also on
-v7x."""
+"""Constants fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors on these
+chips and on v7x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Prediction:
         slots: unit -> mean slots used and available per step.
         spill_slots: mean slots per step that move spilled registers.
         moved_bytes: bytes to and from main memory, by the kernels and the operations around them.
-        bound_by: "HBM", "XLA operations", or the core's fullest unit.
+        bound_by: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no unit is half full.
         assumed: scopes whose number of executions the kernel does not state; they count once per step.
         scopes: "kernel/scope" -> (executions, cycles of one execution).
     """
@@ -183,7 +183,10 @@ def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[st
 
 
 def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
-    """Return the name of what bounds the time: the longest part, or, if that is computing, the fullest unit."""
+    """Return the name of the longest part of the time; if it is computing, that of the fullest unit.
+
+    If no unit is half full, the name is "latency", with the fullest unit in brackets.
+    """
     if around_s > max(compute_s, dma_s) or not slots:
         return "XLA operations"
     if dma_s > compute_s:
