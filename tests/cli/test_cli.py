@@ -63,10 +63,12 @@ FLAGS = {
     "report": "--evidence --out --tables --check --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
-        "--fraction --window --softcap --model -m --mesh --attention --kernel --config --limit-s --picture --evidence "
-        "--json --debug"
+        "--fraction --window --softcap --model -m --weights --cache --mesh --attention --kernel --config --limit-s "
+        "--picture --evidence --json --debug"
     ).split(),
-    "plan": "--chip --devices --batch --length --chunk --plan --compile --limit-s --picture --json --debug".split(),
+    "plan": (
+        "--chip --devices --batch --length --chunk --plan --weights --compile --limit-s --picture --json --debug"
+    ).split(),
     "study": (),
 }
 """Command -> its flags. Users' scripts rely on them, so removing or renaming a flag is a breaking change."""

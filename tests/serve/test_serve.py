@@ -128,12 +128,16 @@ def test_choices_differ_by_seed_and_repeat(running):
     assert [choice.index for choice in first.choices] == [0, 1, 2]
 
 
-def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model):
+def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model, monkeypatch):
     prompts = [[65 + i] * (10 + 20 * i) for i in range(8)]
     expected = [answer.text for answer in model.generate(prompts, max_new_tokens=9)]
+    seen, gauge = [], running.service.metrics.gauge
+    monkeypatch.setattr(running.service.metrics, "gauge", lambda **counts: seen.append(counts) or gauge(**counts))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda prompt: ask(running, prompt, max_tokens=9).choices[0].text, prompts))
     assert found == expected
+    assert 2 <= max(counts["running"] for counts in seen) <= 4  # two rows for each policy
+    assert 2 < max(counts["waiting"] for counts in seen) <= 8
     assert running.metric("tessera:recompiles_total") == 0
     several = ask(running, prompts[:3], max_tokens=9)
     assert [choice.text for choice in several.choices] == expected[:3]
@@ -331,9 +335,12 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeyp
         raise RuntimeError("the device is on fire")
 
     monkeypatch.setattr(engine, "step", broken)
+    failed = running.metric("tessera:requests_failed_total")
     with pytest.raises(openai.InternalServerError, match="on fire"):
         ask(running, "x", max_tokens=4)
     assert running.service._engine is not engine
+    assert running.metric("tessera:requests_failed_total") == failed + 1
+    assert running.metric("tessera:engine_restarts_total") == 1
     assert ask(running, "x", max_tokens=4).usage.completion_tokens == 4
     assert not running.service.open
 

@@ -145,6 +145,8 @@ def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
         seen = []
 
         class Spy(Dense):
+            layers_alike = False  # a trace that layers share must not leak q
+
             def attend(self, layer, q, kv, spec, positions, state):
                 seen.append((q, kv.k))
                 return q, state

@@ -39,7 +39,7 @@ class Serve:
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
-    """Requests that are answered at the same time."""
+    """Requests that are answered at the same time, below the plan's cross-over and above it."""
     queue: int = 64
     """Requests that may wait; more are refused with status 429."""
     dtype: flags.Dtype = "auto"

@@ -84,6 +84,12 @@ class Engine:
         """Whether any request is neither complete nor failed nor cancelled."""
         return any(ticket.open for ticket in self._tickets.values())
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a row."""
+        queues = (self._waiting, *(lane.waiting for lane in self.lanes.values()))
+        return sum(ticket.open for queue in queues for ticket in queue)
+
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
 

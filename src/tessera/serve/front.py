@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ BODY_S = 30.0
 """Maximum seconds from a request's headers to the end of its body."""
 MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
+DISCARD_S = 1.0
+"""Seconds for which the rest of a refused body is read."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: health probes send none, and the answers tell nothing about requests."""
 
@@ -58,6 +61,8 @@ class Front:
             await self.app(scope, replay, answer)
         except Refusal as refusal:
             await _refuse(answer, refusal)
+            if refusal.status == 413:
+                await _discard(receive)
         except ConnectionError:
             pass  # the client went away before its body was here
         line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
@@ -92,6 +97,14 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
             raise too_large
         if not message.get("more_body"):
             return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+
+async def _discard(receive: Receive) -> None:
+    """Read what is left of a body for a short time: a client that still sends would lose the answer to a reset."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (await receive()).get("more_body"):
+                pass
 
 
 async def _refuse(send: Send, refusal: Refusal) -> None:

@@ -155,7 +155,8 @@ class Service:
                 continue
             for event in events:
                 self._deliver(event)
-            self.metrics.gauge(running=len(self._jobs), waiting=len(self._new))
+            waiting = self._engine.num_waiting
+            self.metrics.gauge(running=len(self._jobs) - waiting, waiting=waiting + len(self._new))
 
     def _wait(self) -> bool:
         """Wait until there is work; return False if the service stops."""
@@ -170,11 +171,12 @@ class Service:
             cancelled, self._cancelled = self._cancelled, []
         for job in new:
             if job.cancelled:
+                self.metrics.cancelled()
                 continue
             try:
                 job.id = self._engine.submit(job.request, started_s=job.queued_s)
             except ValueError as error:
-                job.deliver(Failure(-1, error))
+                self._fail(job, error)
                 continue
             self._jobs[job.id] = job
         for job in cancelled:
@@ -206,5 +208,10 @@ class Service:
         with self._changed:
             jobs, self._jobs, self._new = [*self._jobs.values(), *self._new], {}, []
         for job in jobs:
-            if not job.cancelled:
-                job.deliver(Failure(-1, error))
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        failure = Failure(-1, error)
+        self.metrics.ended(failure, time.perf_counter() - job.queued_s)
+        if not job.cancelled:
+            job.deliver(failure)
