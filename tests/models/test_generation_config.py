@@ -75,7 +75,7 @@ def test_what_is_not_supported_is_said_when_the_model_is_loaded(folder, caplog):
     caplog.set_level("INFO", logger="tessera")
     tessera.load(folder)
     assert [r.getMessage() for r in caplog.records] == [
-        "generation_config.json: max_length=4096 is not supported and ignored"
+        "generation_config.json: max_length=4096 is ignored, because it is not supported"
     ]
     neutral = {"num_beams": 1, "typical_p": 1.0, "max_length": 20, "min_length": 0, "stop_strings": None}
     assert parse_generation_config(neutral).warning() == ""

@@ -62,7 +62,7 @@ def test_a_paged_cache_gives_the_same_logits(policy):
 
 def test_layers_that_choose_by_cheap_scores_refuse_pages():
     one = paged(replace(KASCADE, head_map=((0, 1), (0, 1)), own=(1,)), 64)
-    with pytest.raises(ValueError, match="cheap scores read contiguous keys, the call's are paged"):
+    with pytest.raises(ValueError, match="cheap scores cannot read keys that are stored in pages"):
         one.prefill(PROMPTS)
 
 

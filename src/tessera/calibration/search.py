@@ -1,9 +1,9 @@
 """Find the per-head budgets of a plan that meets a target: ablate every KV head, then price keys.
 
-1. *Damage* D[l,k] of KV head k in layer l: the model's loss when this head reads only the always-listed keys and all
+1. *Damage* D[l,k] of KV head k in layer l: the model's loss when this head reads only the always-read keys and all
    other heads are dense. The loss is KL on text plus PROBE_WEIGHT times the log-probability that planted answers lose
-   per token. Layer similarity misses such heads: in a real model only a handful of heads retrieve, and neighbouring
-   heads do not attend to the same keys.
+   per token. Similarity of layers, the paper's measure, misses the heads that retrieve facts: a real model has only a
+   handful of them, and neighbouring heads do not attend to the same keys.
 2. *Missed mass* m[l,k,f]: the attention probability outside the best tiles that budget f (a share of the keys) allows
    the head, from one dense pass.
 3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, because KL is quadratic in a small change. Every head
@@ -107,7 +107,9 @@ class Kept:
 def search_policy(
     model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: Report, notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Find the policy that reads least and meets the target; return (policy, the plan's promise, metrics and tokens).
+    """Find the policy that reads least and meets the target.
+
+    Return the policy, and a dict: the plan's promise, its metrics, and the number of tokens run.
 
     While the policy misses the target on the first held-out window, the mean budget grows by HELD_OUT_STEP. The promise
     states what the policy keeps of dense on a second held-out window. If there is no second one, it states the result
@@ -153,7 +155,7 @@ def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bo
 
 @dataclass(frozen=True)
 class Localised:
-    """Factory of a policy from a mask [L,K] of heads that read only the always-listed keys."""
+    """Factory of a policy from a mask [L,K] of heads that read only the always-read keys."""
 
     tiling: Tiling
 
@@ -184,7 +186,7 @@ class Judge:
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
     def noted(self, notebook: Notebook, name: str, policy: PolicyOf, array: Any = None) -> Kept:
-        """Call the judge, unless the notebook already holds the result under this name."""
+        """Return the notebook's result under this name; if there is none, call the judge and note its result."""
         return Kept(**notebook.keep(name, lambda: asdict(self(policy, array))))
 
     def __call__(self, policy: PolicyOf, array: Any = None) -> Kept:
@@ -221,7 +223,7 @@ class Judge:
 def measure_damage(
     model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable, notebook: Notebook = NO_NOTEBOOK
 ) -> np.ndarray:
-    """Measure D[L,K]: KL on text plus the weighted loss on answers when one head reads only the always-listed keys."""
+    """Measure D[L,K]: KL on text plus the weighted loss on answers when one head reads only the always-read keys."""
     judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
     damage, local = np.zeros(shape), Localised(tiling)
     for layer, head in each("ablation", list(np.ndindex(*shape))):

@@ -26,7 +26,10 @@ from tessera.sparse.recording import NUM_KEYS, RecallRecorder, RecallState, Simi
 def find_anchors(
     model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: Report
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Choose anchors and the head map by similarity, as the paper does; return (policy, metrics and tokens run)."""
+    """Choose anchors and the head map by similarity, as the paper does.
+
+    Return the policy, and a dict: the plan's metrics, and the number of tokens run.
+    """
     always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
     chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
@@ -36,7 +39,7 @@ def find_anchors(
 
 
 def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Build the plan's head map. A recorder that pooled all heads has one column; each head then maps to itself."""
+    """Build the plan's head map. If `heads_LLK` has one column, for pooled heads, each head maps to itself."""
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers
@@ -101,7 +104,7 @@ def record_similarity(
         raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
     if not minima:
         raise ValueError(
-            f"no text is long enough: it must have more than {NUM_KEYS} keys to choose from besides those always read"
+            f"no text is long enough: one must have more than {NUM_KEYS} keys besides those that are always read"
         )
     similarity = np.mean(minima, axis=0)
     own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])

@@ -28,7 +28,7 @@ INT8_MAX = 127
 class Cache(NamedTuple):
     """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
 
-    With `pages`, the table of all layers, they are pools [P,K,page,H] instead; see `KeyValues`.
+    With `pages`, the page table of all layers, k and v are pools [P,K,page,H] instead; see `KeyValues`.
 
     `scales` holds [B,K,2,S] per layer, as a tuple or stacked like k and v: the scales of int8 keys (0) and values (1).
     It is None for a float cache.
@@ -98,7 +98,7 @@ def extend(
     """
     if cache.pages is not None:
         if q_len is None:
-            raise ValueError("q_len=None: a paged cache needs the numbers of rows, or it would write padding")
+            raise ValueError("q_len=None: a paged cache needs q_len, or padding would be written")
         return append_pages(cache, k_BTKH, v_BTKH, q_start, q_len, layer)
     if cache.scales is None:
         k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
@@ -163,9 +163,9 @@ def append_pages(
 ) -> Cache:
     """Write T new keys and values per sequence into its pages, from position q_start on.
 
-    Rows are written in runs of gcd(T, page) positions, of which the caller must start each sequence at a multiple: one
-    token anywhere, a chunk at a multiple of the smallest chunk. A run without a row before q_len goes to the null page,
-    so sequences of q_len = 0 change no page. A run's rows from q_len on overwrite positions that no row has yet.
+    Rows are written in runs of gcd(T, page) positions. q_start must be a multiple of that length: a single token may
+    start anywhere, a chunk at a multiple of the smallest chunk. Rows from q_len on are padding. A run of padding only
+    goes to the null page, so a sequence of q_len = 0 keeps its pages. Other padding fills positions without a token.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
     num_rows, page = k.shape[1], (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-2]

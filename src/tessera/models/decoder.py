@@ -39,16 +39,16 @@ def forward(
         tokens_BT: token ids; rows at or past positions.q_len are padding.
         cache: earlier keys and values, laid out like the layers (stacked or tuple). With None, the new tokens attend
             only to each other.
-        positions: where the new tokens are; kv_len counts them, too.
+        positions: positions of the new tokens; `positions.kv_len` counts the new tokens, too.
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
         stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
             devices then share the rows, too; None if the cache is in order of position.
-        spread: let the devices of the mesh axis "heads" share the rows instead of the weights, which each gathers layer
-            by layer; attention and cache stay split by heads (`runtime.spread`).
-        gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that the whole
-            weights of one layer at a time are in memory (`train.mesh`).
+        spread: each device of the mesh axis "heads" computes a part of the rows with whole weights, gathered layer by
+            layer; attention and cache stay split by heads (`runtime.spread`).
+        gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that memory
+            holds the whole weights of only one layer at a time (`train.mesh`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
@@ -124,10 +124,10 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _traced_once(block, index, *arguments):
-    """Run a layer by a trace that all layers share: the index must be an array.
+    """Run a layer by a trace that all layers share; `index` must be an array.
 
-    Tracing and lowering take most of the second start of a model of 30 layers. XLA inlines the calls, so that the
-    compiled program is the same.
+    If the programs are already compiled, tracing and lowering take most of the start of a model of 30 layers. XLA
+    inlines the calls, so the compiled program is the same.
     """
     return block(jnp.int32(index), *arguments)
 

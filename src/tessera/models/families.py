@@ -1,8 +1,8 @@
 """Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
 No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
-or is refused by name. If the decoder of a new family differs by existing switches of ModelConfig, an entry in FAMILIES
-and a case of `tests/golden/make.py` suffice; for GGUF files, it also needs one in `gguf_model.ARCHITECTURES`.
+or is refused by name. If the decoder of a new family differs only by existing switches of ModelConfig, an entry in
+FAMILIES and a case of `tests/golden/make.py` suffice; GGUF files also need an entry in `gguf_model.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping

@@ -40,7 +40,7 @@ class Number:
 
     Attributes:
         bits: bits per element.
-        scale_bytes: bytes of scale per token and KV head of a cache.
+        scale_bytes: in a cache, bytes of the scale of one key, or of one value, of one KV head.
     """
 
     bits: int
@@ -52,7 +52,7 @@ class Number:
 
 
 FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bfloat16": Number(bits=16)})
-"""Types of what no form rounds: norms, biases, an untied embedding, activations."""
+"""Types of the arrays that no form of `core/quant.py` rounds: norms, biases, an untied embedding, activations."""
 
 WEIGHT_TYPES = (*FLOATS, *NAMES)
 """Types of matrices: floats, and the forms of `core/quant.py`."""
@@ -141,8 +141,8 @@ class Types:
     """Number types: of matrices, of the cache, and of everything else.
 
     Attributes:
-        weights: a float type, which only the layers' matrices take, or a form, which `weights.form_of` gives to a
-            matrix or not.
+        weights: a float type, for the layers' matrices only, or a form of `core/quant.py`, for the matrices to which
+            `weights.form_of` gives one.
         cache: of keys and values.
         dtype: of the rest, activations included.
         kinds: kind of values of each matrix that a GGUF file stores in blocks, by name; for weights = "gguf".
@@ -191,7 +191,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
         cache        2 L B K S (H h + s) / (n c)
         copies       stacked: the keys and values of one layer; on a CPU with rows > 1 and B > 1: of (L + 2) // 2 layers
         activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output;
-                     and the branch's two inputs and their product (on a CPU, w + 4 for bfloat16)
+                     and the branch's two inputs and their product (on a CPU, bfloat16 has w + 4 for w)
         logits       4 B V (1 + 1 / n) if n > 1, else 4 B V
     """
     cache = cache_bytes(config, load.batch, load.num_keys, types=types, division=division)

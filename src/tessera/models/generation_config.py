@@ -99,7 +99,7 @@ class GenerationConfig:
     def warning(self) -> str:
         """Return a line that lists the ignored settings; "" if there are none."""
         values = ", ".join(f"{name}={value}" for name, value in self.ignored.items())
-        return f"{FILE}: {escaped(values, 200)} is not supported and ignored" if values else ""
+        return f"{FILE}: {escaped(values, 200)} is ignored, because it is not supported" if values else ""
 
     def render(self) -> dict[str, Any]:
         """Return the settings as contents of generation_config.json, without the ignored ones."""

@@ -251,7 +251,7 @@ def order_of_rows(count: int, heads: int) -> np.ndarray:
 
 
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the dequantised values of some of the file's rows and columns, several rows at a time, as float32."""
+    """Yield the dequantised values of these rows and columns, several of the file's rows at a time, as float32."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]

@@ -24,7 +24,7 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
     kind = tensor.layout.name
     if kind not in KINDS and kind not in FLOATS:
         raise ValueError(
-            f"weights='gguf' keeps {', '.join(KINDS)} and floats, and {name} in {tensor.path} is {kind}: pass "
+            f"weights='gguf' keeps {', '.join(KINDS)} and floats, but {name} in {tensor.path} is {kind}: pass "
             f"weights='int8', or None to widen it"
         )
 
@@ -58,7 +58,7 @@ def read_stored(
 
 
 def _taken_apart(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return values, scales and zero points of blocks, uint8 [M,n,bytes]."""
+    """Return the values, scales and zero points of `blocks`, which are uint8 [M,n,bytes]."""
     count = 4 if kind == "uint4" else 2
     scale, *zero = np.moveaxis(np.ascontiguousarray(blocks[..., :count]).view("<f2"), -1, 0)
     body = blocks[..., count:]

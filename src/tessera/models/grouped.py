@@ -1,11 +1,11 @@
 """The product with a matrix of 4-bit groups on a TPU, for many rows: the one product that XLA does not fuse well.
 
-    out[m,e] = sum_d x[m,d] W[d,e],   W[d,e] = values[d,e] * scale[d // g, e] + zero[d // g, e]
+    out[m,e] = sum_d x[m,d] W[d,e],   W[d,e] = values[d,e] * scale[d // g, e] + zero[d // g, e],   g inputs per group
 
-XLA multiplies group by group and adds a float32 [M,E] per group: for a few rows that costs nothing, since the weights'
-bytes bound it, for many it takes longer than the product. This kernel turns a few groups of W at a time into bfloat16
-in VMEM, while the matrix unit multiplies the rows by those before. W is rounded to bfloat16 once, as the weights of a
-bfloat16 checkpoint are.
+XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because
+reading the weights takes longer; for many rows, they take longer than the product. This kernel turns a few groups of W
+at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the groups before. W is rounded to
+bfloat16 once, as the weights of a bfloat16 checkpoint are.
 
 Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes) and float32 scales.
 """
@@ -26,11 +26,12 @@ from tessera.core.quant import Quantised
 from tessera.core.shapes import ceil_div, round_up
 
 LEAST_ROWS = 2
-"""Rows per input of a group. With fewer, XLA's product per group is as fast (evidence/tpu-fusions.jsonl)."""
+"""Minimum rows for the kernel, as a multiple of the inputs per group. With fewer rows, XLA's product per group is as
+fast (evidence/tpu-fusions.jsonl)."""
 MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 512, 512
 """Limits of a block. A block of W is turned into bfloat16 again for each block of rows."""
 X_BYTES = 16 << 20
-"""Bytes of x per block, held twice, in bfloat16."""
+"""Maximum bytes of a block of x in bfloat16; VMEM holds two such blocks."""
 VMEM_BYTES = 56 << 20
 """VMEM that the kernel may use; v5e and later chips have 64 MiB or more."""
 PACKED = 16
@@ -38,7 +39,7 @@ PACKED = 16
 
 
 class Blocks(NamedTuple):
-    """Sizes of one grid step: rows and outputs; and the inputs that it turns into bfloat16 at a time."""
+    """Sizes of one grid step: its rows, its outputs, and the inputs of W that it turns into bfloat16 at a time."""
 
     rows: int
     outputs: int
@@ -46,8 +47,8 @@ class Blocks(NamedTuple):
 
 
 def wins(num_rows: int, weight: Quantised) -> bool:
-    """Return whether the kernel takes this product and is the fastest: whole registers of inputs and outputs, many
-    rows. A mesh would not split it."""
+    """Return whether the kernel can compute this product and is the fastest way: for many rows, and for inputs and
+    outputs that fill whole registers. Under a mesh, which would not split the kernel, the answer is no."""
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape
@@ -55,7 +56,7 @@ def wins(num_rows: int, weight: Quantised) -> bool:
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose equal blocks of rows, and the largest divisors of the matrix within the limits."""
+    """Choose equal blocks of rows, and the largest blocks of outputs and inputs within the limits that divide W."""
     most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
     rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
     wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)

@@ -87,8 +87,8 @@ def _dot(x: Array, weight: Array) -> Array:
 def _few_rows(x: Array, weight: Array) -> Array:
     """Return x W^T on CPU for a few rows x [M,D] and W [E,D].
 
-    XLA multiplies a float32 matrix by a single vector at memory speed. In 16 bits, it would first write the matrix in
-    float32, so a single row is `thin`, too.
+    XLA multiplies a float32 matrix by a single vector at memory speed. It would first convert a 16-bit matrix to
+    float32, so `thin` multiplies a 16-bit matrix even by a single row.
     """
     if x.dtype != weight.dtype:
         return _dot(x, weight)

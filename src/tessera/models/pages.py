@@ -34,7 +34,7 @@ class Pages:
     def __init__(self, size: int, page: int):
         if size < 2 or page < 1:
             raise ValueError(
-                f"a pool needs at least 2 pages (one is the null page) of 1 position, got {size=}, {page=}"
+                f"a pool needs at least 2 pages (one is the null page) of at least 1 position, got {size=}, {page=}"
             )
         self.size, self.page = size, page
         self._free = deque(range(1, size))
@@ -44,7 +44,7 @@ class Pages:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Pages that `allocate` hands out, in that order."""
+        """Free pages, in the order in which `allocate` hands them out."""
         return tuple(self._free)
 
     @property
@@ -122,7 +122,7 @@ class Pages:
         return page
 
     def _all(self, pages: Iterable[int], fits, verb: str, reason: str) -> list[int]:
-        """Return the pages as a list; raise ValueError, before anything changes, if one does not fit."""
+        """Return the pages as a list; raise ValueError, before anything changes, unless fits(page) holds for each."""
         pages = list(pages)
         for page in pages:
             if not fits(self._known(page)):

@@ -70,7 +70,10 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return which rows of a block are rows `first` to `end` of the tensor, and their places from `first` on."""
+    """Return the places in a block of the tensor's rows `first` to `end`, and these rows' numbers less `first`.
+
+    `where` holds the row numbers of the block.
+    """
     if isinstance(where, slice):
         start = max(where.start, first)
         stop = max(min(where.stop, end), start)

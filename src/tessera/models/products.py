@@ -1,8 +1,8 @@
 """Products of activations with quantised weights, per platform, and lookups in a quantised embedding.
 
 On TPU and GPU, XLA fuses the conversion of the values into the product, so that a product reads only the quantised
-bytes. On CPU it fuses neither; there, the integer forms multiply int8 by int8. Each row x of activations becomes
-two int8 digits, h and l:
+bytes. On CPU, XLA does not fuse the conversion; there, the integer forms multiply int8 by int8. Each row x of
+activations becomes two int8 digits, h and l:
 
     x ~ a (h + l / 254),  a = max |x| / 127,  |error| <= a / 508
 
@@ -69,8 +69,11 @@ def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]
 
 
 def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
-    """Return one product per part of the inputs, [parts,...,E]. What follows then comes before the sum over devices:
-    XLA can neither move a scale across that sum nor, then, add up rounded values, which are half the bytes."""
+    """Return one product per part of the inputs, [parts,...,E].
+
+    The caller scales each product before the sum over devices. If it scaled the sum instead, XLA could not send the
+    products rounded to half the bytes.
+    """
     if parts == 1:
         return _transposed(x, w, dtype)[None]
     x, w = x.reshape(*x.shape[:-1], parts, -1), w.reshape(w.shape[0], parts, -1)
@@ -92,7 +95,8 @@ def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Sum one product per group. Values [G,g,E] lie as the batched product reads them, so that it fuses."""
+    """Sum one product per group. Values [G,g,E] lie as the batched product reads them, so that their conversion
+    fuses into it."""
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]
     last = groups.ndim - 1

@@ -1,9 +1,9 @@
 """Read matrices in fewer bits, as the parts that this process's devices hold, in one pass over the file.
 
 Each block of rows is rounded, or taken as a GGUF file stores it, and copied to every part that it belongs to, so host
-memory holds the process's parts plus one block. The parts are those of the float matrix. One scale per output channel
-needs the largest weight of all its inputs: where devices share the inputs, each process reads whole rows and keeps its
-columns. Groups need only their own inputs.
+memory holds the process's parts plus one block. The parts are those of the float matrix. The scale of an output channel
+depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows and keeps its
+columns. The scale of a group depends only on the group's inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,8 @@ from tessera.models.weights import Weight, input_parts, quantised_axes
 
 
 class Block(NamedTuple):
-    """Rows of a matrix: their numbers, as in `parts.Rows`, values [M,n,g], and scales and zero points [M,n]."""
+    """M rows of a matrix in n groups of g inputs: row numbers as in `parts.Rows`, values [M,n,g], and scales and zero
+    points [M,n]."""
 
     where: slice | np.ndarray
     values: np.ndarray
@@ -31,7 +32,7 @@ class Block(NamedTuple):
 
 
 class Sample:
-    """Evenly spaced elements of one matrix [E,D], by which `fingerprint` knows it, collected while it is read."""
+    """Evenly spaced elements of one matrix [E,D], collected while the matrix is read; `fingerprint` hashes them."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.rows, self.columns = np.divmod(sampled(shape[0] * shape[1]), shape[1])
@@ -40,7 +41,10 @@ class Sample:
     def take(
         self, where: slice | np.ndarray, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> None:
-        """Take the elements in these rows and columns; `pick` returns those at places within the block."""
+        """Take the elements in these rows and columns of the matrix.
+
+        pick(rows, columns) returns the elements at places counted from the start of the block.
+        """
         numbers = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         wanted = np.isin(self.rows, numbers) & (self.columns >= columns.start) & (self.columns < columns.stop)
         order = np.argsort(numbers)
@@ -49,7 +53,8 @@ class Sample:
         self.missing &= ~wanted
 
     def complete(self, read: Reader, name: str, tensor: Any) -> np.ndarray:
-        """Read the elements that lie in no part of this process; return all, bfloat16 [SAMPLE]."""
+        """Read the elements that are still missing, because no part of this process holds them; return all elements,
+        bfloat16 [SAMPLE]."""
         outputs, inputs = tensor.shape
         heads = getattr(tensor, "heads", None)
         unit = 1 if heads is None else outputs // heads  # GGUF's readers want whole heads
@@ -100,7 +105,7 @@ def load_quantised(
     Args:
         read: reader of the file's format.
         tensors: place of each tensor by name.
-        weight: the matrix's entry in the table, which says how a mesh splits it.
+        weight: the matrix's entry in the table of `models.weights`, which says how a mesh splits the matrix.
         form: form to round to; None keeps a GGUF file's blocks.
         lead: () or (L,).
         dtype: float dtype of the model.
@@ -139,7 +144,10 @@ def load_quantised(
 def read_parts(
     read: Reader, tensors: Mapping[str, Any], boxes: Iterable[Box], *, form: Form, kept: bool, packed: bool
 ) -> tuple[dict[Box, Part], np.ndarray]:
-    """Read tensors into parts, one per different box; return these and the samples, bfloat16 [L,SAMPLE]."""
+    """Read tensors into parts, one per different box; return the parts, and samples as bfloat16 [L,SAMPLE].
+
+    With `kept`, blocks of a GGUF file are read as stored instead of rounded to `form`. `packed` is as in `Quantised`.
+    """
     parts = {box: Part(box, len(tensors), form, packed) for box in dict.fromkeys(boxes)}
     rows = range(min(box[0] for box in parts), max(box[1] for box in parts))
     columns = range(min(box[2] for box in parts), max(box[3] for box in parts))
@@ -181,7 +189,7 @@ def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: S
 
 
 def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[Any, Box]:
-    """Return the rows and columns that each device of this process holds; for the default device, by None."""
+    """Return the rows and columns that each device of this process holds, by device; by None without a mesh."""
     if mesh is None:
         return {None: (0, shape[0], 0, shape[1])}
     indices = sharding(mesh, weight.axes).addressable_devices_indices_map(shape)
@@ -205,5 +213,5 @@ def stored_form(tensors: Mapping[str, Any]) -> Form:
 
 
 def sampled(size: int) -> np.ndarray:
-    """Return the flat indices of SAMPLE evenly spaced elements; `fingerprint` reads a weight there."""
+    """Return the flat indices of SAMPLE evenly spaced elements of a weight: those that `fingerprint` reads."""
     return np.linspace(0, size - 1, SAMPLE).astype(np.int64)

@@ -1,8 +1,8 @@
 """Products of a few rows with a large matrix on CPU, as in decode.
 
-XLA's product on CPU packs its right operand in every call. With the matrix on the right, that writes as many bytes as
-reading it reads; `thin` therefore computes W x^T, which packs only the rows. XLA would swap the operands of a single
-product back, so the matrix is cut into BLOCKS blocks of outputs, a batch that it leaves as it is. (LOG.md has times.)
+XLA's product on CPU packs its right operand in every call. If the matrix is on the right, packing writes a copy of the
+matrix; `thin` therefore computes W x^T, which packs only the rows. XLA would swap the operands of a single product, so
+the matrix is cut into BLOCKS blocks of outputs: XLA does not swap operands in a batch of products. (LOG.md has times.)
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from tessera.attention.parallel import num_parts
 
 FEW_ROWS = 4
-"""Maximum rows at which reading the matrix bounds a product on CPU."""
+"""Maximum rows of a product on CPU that takes no longer than reading the matrix."""
 BLOCKS = 4
 NARROW_ROWS = 8
 """Rows to which operands below 32 bits are padded; eight take as long as one."""
@@ -22,7 +22,8 @@ NARROW_ROWS = 8
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:
     """Return x W^T in `dtype` for a few rows x [M,D] and W [E,D] of one dtype.
 
-    Without blocks, and slower, if E is not a multiple of BLOCKS, or under a mesh, whose parts the blocks would cut.
+    The product is slower, and not cut into blocks, if E is not a multiple of BLOCKS, or under a mesh, where the blocks
+    would not match the devices' parts.
     """
     (count, inputs), outputs = x.shape, weight.shape[0]
     rows = max(count + count % 2, 2) if x.dtype.itemsize >= 4 else max(count, NARROW_ROWS)

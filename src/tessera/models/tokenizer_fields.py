@@ -106,8 +106,8 @@ def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
 
 
 def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the special tokens of a post-processor and of those inside it; the tokenizers library checked their
-    form."""
+    """Yield the special tokens of a post-processor and of the post-processors inside it, all in the form that the
+    tokenizers library has checked."""
     if processor.get("type") == "Sequence":
         for inner in processor["processors"]:
             yield from _templates(inner)

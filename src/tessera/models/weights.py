@@ -216,7 +216,7 @@ def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ..
 
 
 def input_parts(weight: Weight, heads: int) -> int:
-    """Return how many of the `heads` devices of a mesh share the inputs of a matrix; the others hold all of them."""
+    """Return into how many parts a mesh axis "heads" of `heads` devices splits the inputs of a matrix: `heads` or 1."""
     return heads if mesh.RULES.get(weight.axes[1]) == mesh.HEADS else 1
 
 

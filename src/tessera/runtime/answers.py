@@ -27,7 +27,7 @@ class Generation:
             steps.
         layer_density: the same share per layer, anchors included; empty before the first token.
         prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
-        decode_keys: the same of the tokens fed back.
+        decode_keys: the same for the tokens fed back.
     """
 
     text: str

@@ -132,9 +132,10 @@ def capacity_buckets(num_keys: int) -> Iterator[int]:
 
 
 def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
-    """Return the lengths of prefill chunks, descending; the longest has at most `chunk` rows.
+    """Return the lengths of prefill chunks, descending, of at most `chunk` rows.
 
-    They are multiples of the query tile, so that no cut splits a tile. (One tile may be longer than `chunk`.)
+    Each length is a multiple of CHUNK_UNIT and of the query tile, so that no cut splits a tile. If the smallest common
+    multiple is longer than `chunk`, it is the only length.
     """
     unit = lcm(CHUNK_UNIT, query_tile)
     sizes = [unit]

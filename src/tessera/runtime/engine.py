@@ -98,8 +98,8 @@ class Engine:
             started_s: start of the request on the clock of time.perf_counter, for its time to first token; None is now.
 
         Raises:
-            ValueError: the prompt is empty, outside the vocabulary or longer than the context, or the request has
-                `stop` texts and the model has no tokenizer.
+            ValueError: the prompt is empty or longer than the context, a token of the prompt or of `bias` is outside
+                the vocabulary, or the request has `stop` texts and the model has no tokenizer.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
@@ -136,7 +136,7 @@ class Engine:
     def cancel(self, id: int) -> Generation:
         """Drop a request and return its partial answer, whose finish_reason is "interrupted".
 
-        A request that ended in the last step returns its whole answer.
+        The answer is whole if the request ended in the last step.
 
         Raises:
             KeyError: there is no such request, or it ended before the last step.

@@ -55,7 +55,7 @@ class Use:
 
 
 def nominal_peaks(params: Params) -> Peaks | None:
-    """Return the data sheet's rates of all devices that share these weights; None for a device that it lacks."""
+    """Return the data sheet's rates, summed over the devices that share these weights; None without a data sheet."""
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     mesh, found = mesh_of(params), hardware.chip(device.device_kind)
     if found is None:
@@ -69,7 +69,7 @@ def nominal_peaks(params: Params) -> Peaks | None:
 
 
 def matrix_elements(config: ModelConfig) -> int:
-    """Count the elements of all layers' matrices, which every row meets."""
+    """Count the elements of all layers' matrices, by which every row is multiplied."""
     shapes = (shape_of(weight, config) for weight in layer_weights(config))
     return config.num_layers * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
@@ -92,7 +92,7 @@ def decode_flops(config: ModelConfig, tokens: int, keys: float) -> float:
 def decode_bytes(
     config: ModelConfig, tokens: int, keys: float, *, weights: int, itemsize: int, scaled: bool = False
 ) -> float:
-    """Return the bytes that `tokens` decoded tokens read: all weights each, and `keys` positions of the cache in all.
+    """Return the bytes that `tokens` decoded tokens read: all weights per token, and `keys` positions of the cache.
 
     Args:
         config: the model.

@@ -37,7 +37,7 @@ class Guide(Protocol):
         """Return which tokens may come next; at least one."""
 
     def push(self, token: int) -> None:
-        """Take the token that came."""
+        """Take the answer's next token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class Request:
         seed: seed of the draws; a draw depends only on the seed and the step.
         bias: numbers added to the logits of these tokens before anything else; -inf forbids a token.
         top_logprobs: best tokens to report per step, at most `sampling.RANKS`.
-        guide: starts what restricts the answer; None restricts nothing. Each of its steps waits for the one before.
+        guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
+            step before.
         held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
             read. None reuses the longest prefix whose keys are still in the cache.
     """

@@ -43,7 +43,8 @@ class Shares:
 
     Attributes:
         products: share of linear layers, including the operations around them.
-        dense, score, sparse: share of attention in each role; sparse work counts every key of the listed tiles.
+        dense, score, sparse: share of attention in layers of this role (`Kascade.roles`); the work of a sparse layer
+            counts every key of the tiles that it reads.
     """
 
     products: float
@@ -61,9 +62,10 @@ SHARES: Mapping[str, Shares] = MappingProxyType(
         **dict.fromkeys(("v4", "h100", "h200"), Shares(products=0.7, dense=0.5, score=0.5, sparse=0.25)),
     }
 )
-"""Chip -> shares; none is measured. Attention comes from the compiler's schedules of a prefill of 131,072 tokens that
-reads a tenth of the keys (evidence/tpu-figures.jsonl). Products of v5e and v6e come from its schedules of steps of an
-8B model (evidence/tpu-steps.jsonl). Products of v5p and v7x, and all shares of v4, h100 and h200, are assumed."""
+"""Chip -> shares; none is measured. Shares of attention come from the compiler's schedules of a prefill of 131,072
+tokens that reads a tenth of the keys (evidence/tpu-figures.jsonl). Shares of products on v5e and v6e come from the
+compiler's schedules of steps of an 8B model (evidence/tpu-steps.jsonl). All others are assumed: products on v5p and
+v7x, and every share of v4, h100 and h200."""
 
 DERIVED = ("v5e", "v5p", "v6e", "v7x")
 """Chips whose attention shares come from the compiler's schedules."""
@@ -120,7 +122,7 @@ class Speed:
         tokens_per_s: decoded tokens per second of all sequences together.
         prefill_parts_s: times of "weights", "products", "attention" and "links". Weights and products overlap, so the
             parts may sum to more than prefill_s.
-        decode_parts_ms: likewise, with "cache" (reading keys and values) in the place of "attention".
+        decode_parts_ms: likewise, with "cache" (reading keys and values) in place of "attention".
         prefill_bound, decode_bound: name of the longest part.
     """
 
@@ -136,8 +138,8 @@ class Speed:
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
     """Return the paper's Kascade: a tenth of the keys, and each head follows the same head of its anchor.
 
-    The anchors are those that the paper gives for model `name`; other models get as many in proportion to their
-    layers, evenly spread. `options` set further fields of Kascade.
+    The anchors are those that the paper gives for model `name`. Any other model gets evenly spread anchors, as many as
+    `default_anchors` says. `options` set further fields of Kascade.
     """
     layers, count = config.num_layers, default_anchors(config.num_layers)
     anchors = ANCHORS.get(name, tuple(i * layers // count for i in range(count)))

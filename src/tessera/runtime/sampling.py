@@ -38,7 +38,7 @@ class Method:
 
 
 RANKS = 20
-"""Best tokens that a step with `Method.extra` returns."""
+"""Number of best tokens that a step with `Method.extra` returns."""
 
 GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 """Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""

@@ -105,7 +105,7 @@ class Run:
         )
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
-        """Run tokens, padded to `rows` rows, from position `start` on, which is a multiple of the query tile."""
+        """Run tokens, padded to `rows` rows, from position `start` on; `start` must be a multiple of the query tile."""
         interrupt.check()
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
@@ -201,7 +201,7 @@ def compare_rows(
 ) -> Compared:
     """Compare rows of a run, `ours`, with the same rows under `dense`; both are [W,D]. See `score_rows`.
 
-    `other` is the model that made `ours`, if not the same: its head computes their logits.
+    `other` is the model that made `ours`, if that is not `model`; its head computes the logits of `ours`.
     """
     judge = partial(_compare_block, model.params, (other or model).params)
     return Compared(*_by_block(judge, (dense, ours), tokens, rows))

@@ -88,8 +88,8 @@ def prefill_chunk(
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
-    For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument is not
-    donated, because the host waits for it to learn how far the device is.
+    For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument `last_BD` is
+    not donated, because the host waits for that array to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -408,7 +408,7 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
 def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
     """Return the length of chunks that the devices share by rows; None to share by heads. See `Sharing.chunk`.
 
-    A chunk's activations take at most as many bytes of a device as its weights.
+    On each device, a chunk's activations take at most as many bytes as the weights.
     """
     mesh = mesh_of(params)
     if num_parts(mesh) == 1 or num_stripes(mesh) > 1:

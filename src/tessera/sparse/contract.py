@@ -41,7 +41,7 @@ class Policy:
 
     @property
     def layers_alike(self) -> bool:
-        """Whether `attend` and `observe` compute the same for every layer, which only its state's index tells apart.
+        """Whether `attend` and `observe` compute the same for every layer, and use `layer` only to index their state.
 
         Unrolled layers then share one trace, in which `layer` is an array.
         """

@@ -8,8 +8,8 @@ valid row, because a prompt's last row decides the first token of its answer. A 
     z[r,b] = softcap(scale * q[r] . mean of block b's keys),   lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
 
 With keys = 1 the scores are exact. With rows = 1 too, the mass is exact, except in blocks of which a row sees only a
-part. These blocks do not matter: a selection depends only on the order of the tiles that are not always read, and every
-row of a query tile sees all of these.
+part. These blocks do not matter: a selection ranks only the tiles that are not always read, and every row of a query
+tile sees every key of such a tile.
 """
 
 from dataclasses import dataclass, replace
@@ -103,7 +103,7 @@ def estimate_mass(
 def keys_of(kv: KeyValues) -> Float[Array, "B K S H"]:
     """Return the keys that `estimate_mass` reads; raise ValueError if they are stored in pages."""
     if kv.pages is not None:
-        raise ValueError("cheap scores read contiguous keys, the call's are paged: use a plan without `own` layers")
+        raise ValueError("cheap scores cannot read keys that are stored in pages: use a plan without `own` layers")
     return kv.k
 
 

@@ -2,7 +2,7 @@
 
 Anchor layers attend densely and, in the same pass, compute the probability mass of every key tile per query tile and KV
 head; `select_tiles` selects the heaviest tiles. Reuse layers read these tiles of their own keys and values; `head_map`
-maps each of their KV heads to one of the layer that selected, their source.
+maps each of their KV heads to a KV head of their source, the layer that selected the tiles.
 
 There are three deviations from the paper. Selections consist of tiles instead of single keys (`tile=1` is the paper's
 granularity). Anchors return their dense output, which the fused pass yields anyway. Layers in `own` select by

@@ -62,8 +62,8 @@ class Plan:
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
         head_map: [L][K]: for each KV head of a layer, the KV head of the layer's source whose choice it uses. The
             source of a layer in neither `anchors` nor `own` is the last layer before it that is in either.
-        heads: "remap" (use head_map), "identity" (each head uses the source's same head), "pooled" (one selection for
-            all heads).
+        heads: "remap" (use head_map), "identity" (each head uses the source's head of that number), "pooled" (one
+            selection for all heads).
         tile: key positions per tile.
         query_tile: query positions that share a selection.
         local, sinks: keys just before the query tile, and first keys of the sequence, that are always read.
@@ -174,7 +174,8 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless anchors are in order, `own` names other layers, and their heads map to themselves."""
+    """Raise ValueError unless anchors are in order, `own` names other layers, and heads of layers in `own` map to
+    themselves."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")

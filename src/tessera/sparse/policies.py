@@ -1,8 +1,8 @@
 """The table of policies that users choose by name.
 
 A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
-import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. Only
-kascade gets a plan without being given one: `generate.find_plan` and the command line's --plan name it.
+import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. If the
+user names no plan, `generate.find_plan` looks for one for kascade, and for no other policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ def _tiles(plan: Plan | None) -> dict[str, int]:
 
 
 def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options; raise ValueError if the policy has no field with one of their names."""
+    """Return the options; raise ValueError unless each option names a field of the policy."""
     names = [f.name for f in fields(policy)]
     if unknown := sorted(options.keys() - names):
         raise ValueError(

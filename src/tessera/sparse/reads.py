@@ -1,4 +1,4 @@
-"""Exact counts of the keys that a call reads: the density reported to users is measured, not the plan's."""
+"""Count the keys that a call reads. The density reported to users comes from these counts, not from the plan."""
 
 import jax.numpy as jnp
 from jax import Array

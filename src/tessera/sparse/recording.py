@@ -35,8 +35,8 @@ class SimilarityState(NamedTuple):
     Attributes:
         ids: [L,B,K',I,C] the C keys with the most mass in each layer.
         least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
-        num_tiles: query tiles that had more keys to choose from than they could list.
-        turned: [L] sum over tokens of 1 - cos of the residual stream around the attention block.
+        num_tiles: number of query tiles with more than NUM_KEYS keys to choose from.
+        turned: [L] sum over tokens of 1 - cosine between the residual stream before and after the attention block.
         num_tokens: tokens seen.
     """
 
