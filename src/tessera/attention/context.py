@@ -1,4 +1,4 @@
-"""Attention over a KV cache dealt over the mesh axis "context". Only tile masses in prefill send keys or values.
+"""Attention over a KV cache dealt over the mesh axis "context". Keys and values are sent only for masses in prefill.
 
 Positions are dealt to the C devices of the axis in stripes of w = spec.stripe positions: position p is on device
 (p // w) % C, in slot p // (w * C) * w + p % w of that device's cache. However long the context, a device thus holds 1/C
@@ -173,7 +173,7 @@ def append(
 
 
 def _prefill(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes: Stripes) -> AttentionOut:
-    """Attend, dense or sparse, with the chunk's rows to this device's keys; return the merged result of its stripe."""
+    """Let all rows of the chunk attend to this device's keys; return its stripe of the result over all keys."""
     rank = jax.lax.axis_index(AXIS)
     rows = jax.lax.all_gather(q, AXIS, axis=1, tiled=True)
     slot = stripes.slot(positions.q_start + rank * stripes.width)

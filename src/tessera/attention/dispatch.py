@@ -221,7 +221,7 @@ def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None
 
 
 def check_pages(q: Array, kv: KeyValues, spec: AttentionSpec, *, has_selection: bool) -> None:
-    """Raise ValueError unless the page table is int32 [B,J] and a page holds whole tiles, if the call has tiles."""
+    """Raise ValueError unless the page table is int32 [B,J] and, for a call with tiles, a page holds whole tiles."""
     pages, page = kv.pages, kv.k.shape[-2] if kv.k.ndim == 4 else 0  # `check` refuses another number of axes
     if pages.ndim != 2 or pages.shape[0] != q.shape[0] or 0 in pages.shape or pages.dtype != jnp.int32:
         raise ValueError(

@@ -49,7 +49,8 @@ class Kernel:
         cost: (spec, shapes) -> {"flops": float, "bytes": float}.
         executions: (spec, shapes, config) -> number of times each named scope of the kernel's body runs in the whole
             call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). The
-            counts turn a compiled schedule into an estimated time without the chip; None if that is not supported.
+            counts turn a compiled schedule into an estimated time without the chip. The field is None if the kernel has
+            no such estimate.
         capability: compute capabilities that the kernel needs; None if it does not depend on them.
         library: vendor library that compiles the kernel, which needs the chip; None if XLA or Pallas compiles it.
         automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
@@ -141,7 +142,7 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
 
 
 def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """Yield configs that cut the call into blocks differently: of configs with equal `cut`, the nearest to the default.
+    """Yield one config per way to cut the call into blocks: of configs with equal `cut`, the nearest to the default.
 
     The candidates combine all values of `axes` and the default's own. A field that does not affect the call (a block
     longer than all keys) stays at the default, so a search that changes one field at a time still finds every cut.

@@ -4,8 +4,8 @@
 (inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor: a float32 score z
 has a rounding error of |z| * 2^-23, which the exponential turns into a relative error of the weight, and the output is
 rounded to the dtype once. A kernel that feeds a matrix unit multiplies q by the scale and rounds the product to the
-dtype, so its naive path for lse and mass does the same. Such a kernel also sums the rounded weights, which changes the
-sum by at most half an epsilon of the dtype, relative.
+dtype, so its naive path for lse and mass does the same. Such a kernel also sums the rounded weights, which adds a
+relative error of at most half an epsilon of the dtype to the sum.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Choice of the key tiles that each query tile reads, from tile masses: near and sink tiles always, far tiles by mass.
 
-The far budget rolls: it is a share of the keys that the query tile sees, so it grows along the sequence.
+The budget for far tiles is a share of the keys that the query tile sees, so it grows along the sequence.
 
 Finding the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
 mass is found exactly in 16 passes over the masses, two bits per pass. The number of passes is fixed because a loop
@@ -219,7 +219,7 @@ def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, mini
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
-    """Mark the `count` largest ranks over J; ties go to the lower index. Ranks are >= -1; `count` or more are >= 0."""
+    """Mark the `count` largest ranks over J; ties go to the lower index. Ranks are >= -1; at least `count` are >= 0."""
 
     key = (rank_BKIJ + 1).astype(jnp.uint32)
 

@@ -1,10 +1,11 @@
 """Tuned block sizes that replace a kernel's default: shipped tables, one file per device, one row per line.
 
-A row applies to the calls of its kernel that match its bucket. A bucket maps names of measures (see `measures`) to the
-exact value or the interval [low, high], both ends included, that a call must have; other measures do not matter.
+A *measure* is a property of a call, such as its dtype or num_keys (see `measures`). A row applies to the calls of its
+kernel that match its *bucket*: a map from names of measures to the exact value that a call must have, or to the
+interval [low, high], both ends included, in which its value must lie. Measures not in the bucket do not matter.
 Measures that change the shape of the work need an exact value (dtype, head_dim, groups; kv_heads in decode; tile and
 query_tile in the roles that use them); lengths and batch sizes have intervals around the values that were searched.
-Rows are searched for causal calls without window or softcap on keys in the queries' dtype, and apply only to such
+All searches ran causal calls without window or softcap, on keys in the queries' dtype, so rows apply only to such
 calls. A call uses the first row that applies, or the kernel's default if no row does.
 
 Each row names the record in evidence/ that supports it, which lists every config tried with its time or error.
@@ -38,10 +39,10 @@ class Row:
 
     Attributes:
         kernel: name of a kernel in `dispatch.KERNELS`; the name includes the role.
-        bucket: measure -> required value or interval (low, high).
+        bucket: for each named measure, the value that a call must have, or the interval (low, high) of such values.
         config: fields of the kernel's Config.
         gain: time of the default config / time of this one; 1 if the default won, None if the default does not compile.
-        record: "file" in evidence/, "workload" and "date" of the record of this kernel that supports the row.
+        record: the record that supports the row, by its "file" in evidence/, its "workload" and its "date".
     """
 
     kernel: str

@@ -6,13 +6,13 @@ kernels, one for dq and one for dk and dv, would need 7 products.
 
 Keys are cut into slabs of block_s. A slab's K and V are fetched once and stay in VMEM, with the float32 sums of its dk
 and dv, so dk and dv are summed over rows and heads on chip. A grid step runs one row block (block_t tokens x G heads)
-of a KV head against the chunks of the slab that its rows see. The mask sets the loop's bounds: nothing outside the mask
-is computed, and only chunks that it cuts are masked. With one slab, dq is complete after the grid step; with more, its
-float32 sum is stored to HBM and fetched again, once per row block and slab.
+of a KV head against the chunks of the slab that its rows see. Chunks that none of its rows see are
+skipped, and only chunks that they see in part are masked. With one slab, dq is complete after the grid step; with more,
+its float32 sum is stored to HBM and fetched again, once per row block and slab.
 
-Scores are transposed, [keys, tokens] of one head, for two reasons: lse and d are then vectors along lanes, which
-broadcast over keys for free, and of the products with p and ds only that for dq needs a transpose, which runs on a unit
-that is otherwise idle.
+Scores are transposed, [keys, tokens] of one head, for two reasons. First, lse and d are then vectors along lanes,
+which broadcast over keys for free. Second, of the three products that take p or ds, only the one for dq needs a
+transpose, and transposes run on a unit that is otherwise idle.
 """
 
 import functools
@@ -347,7 +347,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Return the row block to fetch: i or, if that ends before the slab begins, the first one that does not."""
+        """Return the row block to fetch: i or, if i ends before the slab begins, the block at the slab's first key."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))

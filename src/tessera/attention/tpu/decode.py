@@ -11,8 +11,9 @@ key is one lane, as in the scales.
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
 to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
 ids reach SMEM in pieces: each step gets its own piece and the next step's. Score: a dense block, and the matrix unit
-also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2 of each
-sum plus the running maximum m of its block; after the last block, the mass is 2^(bank - lse) summed over the G rows.
+also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2(s) + m
+for each tile's sum s, with the running maximum m that s uses; after the last block, the mass is 2^(bank - lse) summed
+over the G rows.
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -50,7 +51,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
 COPY_BYTES = 1 << 20
-"""Bytes of K per block, and as many of V; the copy takes far longer than its latency."""
+"""Bytes of K per block, and as many of V: so many that the transfer takes far longer than a copy's latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
 
 
 def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
-    """Store log2 of each tile's sum of the weights p = 2^(y - m), plus m, in the tile's lane of the bank."""
+    """Store log2(s) + m in each tile's lane of `refs.bank`; s is the tile's sum of the weights p = 2^(y - m)."""
     sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
     rows = cut.heads * cut.rows
     sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
@@ -377,7 +378,8 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose up to 8 heads per grid step and about COPY_BYTES of K per block, twice that in the sparse role.
 
-    The cores of a chip share the groups of heads, or else (not in the score role) the splits of each sequence.
+    The cores of a chip share the groups of heads if each core gets equally many. Otherwise they share the splits of
+    each sequence, except in the score role, which has one split.
     """
     cores = chip()[0]
     most = min(8, max(shapes.num_kv_heads // cores, 1))
@@ -402,7 +404,7 @@ def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Con
 
 
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """Count runs of each named scope in a call with full sequences and full lists, and one tile per copy."""
+    """Count runs of each named scope, and HBM bytes, if sequences and lists are full; a copy brings one listed tile."""
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)

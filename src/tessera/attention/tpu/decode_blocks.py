@@ -292,7 +292,7 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
 
 
 def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
-    """Add to `count_blocks` the scopes that run once per sequence, and the bytes moved ("hbm_bytes").
+    """Return all counts of a call: those of `count_blocks`, scopes outside of blocks, and bytes moved ("hbm_bytes").
 
     K and V count as stored: where H does not fill 128 lanes, the padding counts too. `width` is bytes per element.
     """

@@ -14,7 +14,7 @@ LANES = 128
 
 
 def dot(a: Array, b: Array, contract_b: int) -> Array:
-    """Multiply a [R,X] by b over a's last axis and b's axis contract_b, with float32 sums.
+    """Multiply a [R,X] by b, contracting a's last axis with b's axis contract_b, with float32 sums.
 
     A float32 `a` is multiplied at full precision.
     """
@@ -34,7 +34,7 @@ def thirds(x: Array) -> list[Array]:
 
 
 def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
-    """Multiply float32 a by b over b's axis contract_b, with float32 sums.
+    """Multiply float32 a by b, contracting a's last axis with b's axis contract_b, with float32 sums.
 
     If b is bfloat16, a is rounded to bfloat16. If b is int8, b becomes bfloat16, which holds it exactly, and a is
     rounded to bfloat16 or, with `exact`, split into `thirds`. If b is float32, both a and b are split into `thirds`;

@@ -5,7 +5,7 @@ block of block_s keys. A key block falls into one of four cases:
 - No row sees any of it: it is neither fetched nor computed.
 - Every row sees all of it: straight-line code runs block_s / chunk online-softmax updates without masks.
 - Only the causal diagonal cuts it: keys before the row block run without masks. The corner (keys at the rows' own
-  positions) is straight-line code of updates with sub_t keys, each for only the rows from those keys' positions on. On
+  positions) is straight-line code of updates with sub_t keys, each for only the rows at or after its keys. On
   average, sub_t / 2 masked keys per row are computed needlessly.
 - Another mask cuts it, or the row block is not aligned with the key block: a loop runs turn_t tokens at a time.
 

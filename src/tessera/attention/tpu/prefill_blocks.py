@@ -17,7 +17,8 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Minimum rows per pass of the masked loop. With fewer, products in the matrix unit wait for each other's results."""
+"""Rows aimed at per pass of the loop over a key block that a mask may cut: `cut_call` halves longer passes. With fewer
+rows, products in the matrix unit wait for each other's results."""
 CORNER = 256
 """Tokens per token block, and so keys per update in the corner."""
 

@@ -135,7 +135,7 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Return `mask` and `real` for `absorb`: turn_t tokens from position `first`, a chunk of keys from `start`."""
+    """Return `absorb`'s `mask` and `real` for turn_t tokens from position `first` and a chunk of keys from `start`."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len

@@ -8,7 +8,7 @@ longest list has to fit. A longer one (about 64,000 tiles) is refused; long list
 
 Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
 kv_len and the end of the list itself at the end. A buffer of uncut tiles runs block_s / chunk online-softmax updates in
-straight-line code. Other buffers run masked updates of mask_s keys, as many as hold listed tiles. The kernel never
+straight-line code. In other buffers, masked updates of mask_s keys each cover the listed tiles. The kernel never
 reads ids past count.
 
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
@@ -133,7 +133,7 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
 
 
 def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
-    """Absorb, for row block p, run number u of mask_tiles tiles in the buffer that starts at list entry `begin`."""
+    """Absorb run u (mask_tiles tiles, u from 0) of row block p's buffer, whose first tile is list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
     position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
     if spec.causal:

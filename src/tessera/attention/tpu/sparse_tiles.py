@@ -266,7 +266,7 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for `num_tiles` tiles of K and V. A wait counts bytes, so one wait per set bit of num_tiles suffices."""
+    """Wait for `num_tiles` tiles of K and V. A wait counts bytes: each set bit i takes one wait for 2^i tiles."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)
@@ -303,9 +303,9 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 
 
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
-    """Zero the rows of V without a valid key, since 0 * NaN is NaN; K needs no such step, as its scores are masked.
+    """Zero V in tiles [num_tiles, stop) of a buffer, and from kv_len on in its last listed tile, since 0 * NaN is NaN.
 
-    For int8 rows, only the scales are zeroed: nothing else can be NaN.
+    K stays as it is, because its scores are masked. For int8 rows, only the scales are zeroed: nothing else can be NaN.
     """
     tile = cut.spec.tile
     v_tiles = refs.buffer_scales(slot) if cut.scaled else refs.tiles(slot)[1]

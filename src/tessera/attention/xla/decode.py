@@ -40,7 +40,8 @@ from tessera.core.shapes import ceil_div, round_up
 DTYPES = ("float32", "bfloat16", "float16")
 
 BLOCK_AT_ONCE, LEAST_BLOCK = 512, 128
-"""Keys per block of `at_once`: larger blocks mask more keys at the ends, smaller ones add partial results."""
+"""Most and fewest keys per block of `at_once`. Larger blocks mask more keys at the ends of the visible range; smaller
+blocks give more partial results to add."""
 MOST_SCORE_BYTES = 32 << 20
 """Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
 
@@ -68,9 +69,9 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
 
 
 def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, Array, Array]:
-    """Return block indices (start, full_start, full_stop, stop) that hold for all sequences of the batch.
+    """Return block indices (start, full_start, full_stop, stop), shared by all sequences of the batch.
 
-    Blocks [start, stop) hold all visible keys; blocks [full_start, full_stop) need no mask.
+    Blocks [start, stop) contain every visible key; blocks [full_start, full_stop) need no mask.
     """
     seen = keys.stop > keys.start
     start = jnp.min(jnp.where(seen, keys.start, num_keys)) // block_s
@@ -147,7 +148,7 @@ def attend_dense(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """Compute out (float32) and lse of q [B,K,G,H], one position per sequence, over k and v, as in `KeyValues`."""
+    """Compute out (float32) and lse of q [B,K,G,H], one query position per sequence; the rest as in `KeyValues`."""
     kv = KeyValues(k, v, pages, scales)
     num_keys = kv.num_keys
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
@@ -188,11 +189,11 @@ def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
 
 
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
-    """Return the state after each sequence's visible keys: its whole blocks in one product, then the block at each end.
+    """Return the state after all visible keys: first blocks that a sequence sees whole, then its partly seen blocks.
 
     On CPU, XLA copies every block that a loop slices out of the cache: a loop over half of the keys takes as long as
     two products (scores, and weighted values) over all keys. The two products read all keys and values; their results
-    for blocks that a sequence does not see whole are dropped. Keys are the left operand, since XLA packs the right one.
+    for blocks that a sequence does not see whole are dropped. Keys are the left operand: XLA copies the right one.
     For 16-bit values, a probability is the sum of two 16-bit digits, so that no value needs to be widened.
     """
     batch, heads, rows, dim = q.shape

@@ -217,7 +217,7 @@ def attend(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None) of k and v as in `KeyValues`."""
+    """Compute out [B,T,N,H], lse [B,T,N] and mass [B,K,I,J] (None unless spec.mass); k, v etc. as in `KeyValues`."""
     kv = KeyValues(k, v, pages, scales)
     kv_heads, num_keys = k.shape[1], kv.num_keys
     plan, kv = plan_blocks(spec, config, q, kv), paging.flat(kv)

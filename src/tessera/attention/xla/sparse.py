@@ -166,7 +166,8 @@ class Groups(NamedTuple):
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
         """Choose groups of up to `wanted` query tiles.
 
-        A group takes tiles of one head, with the least padding, or all tiles of several heads if a head has fewer.
+        If a head has more tiles than `wanted`, a group takes tiles of one head, as many as need the least padding.
+        Otherwise it takes all tiles of one or more heads.
         """
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
@@ -236,7 +237,7 @@ def launch(
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Return 512 keys per unmasked step and 128 per masked step: four tiles and one at the default tile size."""
+    """Return 512 keys per unmasked step and 128 per masked step: four tiles and one tile of 128 keys."""
     return Config(block_s=512, mask_s=128)
 
 
