@@ -147,7 +147,7 @@ def explain(
     capability: str | None = None,
     backend: str | None = None,
 ) -> list[Choice]:
-    """List all kernels in the order in which they are tried: the chosen kernel, and why each other kernel is not.
+    """List all kernels in the order in which they are tried, each with its verdict: chosen, or why not.
 
     Args:
         spec: options of the call.

@@ -15,7 +15,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.kernel import Kernel
 
 AUTOMATIC_SCORES = 2**28
-"""Scores (B * N * T * S), 1 GiB in float32. Larger calls run this kernel only if they name it as the backend."""
+"""Largest call, in scores (B * N * T * S; 1 GiB in float32), that runs this kernel without naming it as the backend."""
 
 
 @dataclass(frozen=True, kw_only=True)

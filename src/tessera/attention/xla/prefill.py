@@ -254,7 +254,7 @@ def attend(
 
 
 class TileSums(NamedTuple):
-    """Tile sums of Q key blocks of P tiles: per row, the sum of 2^(y - m) of each tile, and the m (bits) it used."""
+    """Tile sums of Q key blocks of P tiles: per row, each tile's sum of 2^(y - m), and the m (bits) of that block."""
 
     sums: Float[Array, "Q Y R P"]
     maxima: Float[Array, "Q Y R"]
