@@ -135,12 +135,11 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
-    """Predict the milliseconds of all operations outside the attention kernels, in the module's two parts of this time.
+    """Predict the milliseconds of all operations outside the attention kernels.
 
-    The keys are "memory" and "computing beyond memory".
-
-    Operations of the program's entry run once, those of the loop over layers once per layer. Operations of loops
-    inside that loop, such as tile selection's, are left out.
+    The result has two parts, "memory" and "computing beyond memory", which the module docstring explains. Operations of
+    the program's entry run once, those of the loop over layers once per layer. Operations of loops inside that loop,
+    such as tile selection's, are left out.
     """
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share

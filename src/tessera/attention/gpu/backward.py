@@ -167,10 +167,7 @@ def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> A
 
 
 def sweep(blocks: Blocks, step, carry):
-    """Run carry = step(block, carry, masked=...) for each block in [start, stop); return the last carry.
-
-    `masked` is False for the blocks in [whole, masked), which need no mask.
-    """
+    """Run carry = step(block, carry, masked) over [start, stop), masked outside of [whole, masked); return carry."""
     carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
     carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
     return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)

@@ -13,9 +13,9 @@ scores and weights.
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block. With
-scores y in bits and their running maximum m, it also writes m + log2(sum of 2^(y - m)) per tile and query head. These
-numbers go to the *bank*, a small array [J, G] per KV head (`Refs.bank`), from which the merging launch computes the
-masses 2^(bank - lse) (`decode_mass`).
+scores y in bits and their running maximum m, the thread block also writes m + log2(sum of 2^(y - m)) per tile and query
+head. These numbers go to the *bank*, a small array [J, G] per KV head (`Refs.bank`), from which the merging launch
+computes the masses 2^(bank - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -62,12 +62,11 @@ MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""(head_dim, block_s) -> registers per thread, as compiled, of the role that takes most. Missing pairs spill in some
-role."""
+"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes most. Missing pairs spill."""
 INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
 """`THREAD_REGISTERS` for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
-"""Copies per block of listed keys from which on a thread takes up to 200 registers, even at head_dim 64."""
+"""Minimum copies per block of listed keys at which a thread takes up to 200 registers, even at head_dim 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +120,7 @@ class Refs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Work of one thread block: the keys of one split (`run`) of a sequence and KV head, for up to 64 query heads.
-
-    `part` numbers these groups of query heads; `decode_splits.Cut.parts` is their number.
-    """
+    """Work of one thread block: the keys of one split (`run`) for up to 64 query heads (group `part`) of a KV head."""
 
     split: Any
     sequence: Any
@@ -364,10 +360,9 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: q, K and V, sums of the score role, barriers.
+    """Return a thread block's bytes of shared memory: q, K and V (the result reuses their room), masses' sums, barriers.
 
-    The result reuses the memory of K and V. Int8 keys and values take half as much per stage, but also need room for
-    one converted block of each and the scales.
+    Int8 keys and values take half as much per stage, but also need room for one converted block of each and the scales.
     """
     head_dim, scales = cut.shapes.head_dim, 0
     blocks = config.stages * config.block_s

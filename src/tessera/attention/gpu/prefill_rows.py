@@ -211,7 +211,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
-        """Hand back the stage with the keys of block c, which its scores s no longer need; then `weigh` s."""
+        """Hand back the stage of block c's keys, because its scores s are computed; then `weigh` s."""
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
         return self.weigh(s, c, m, l)
 

@@ -157,7 +157,10 @@ def least_bytes(shapes: Shapes) -> int:
 
 
 def overfull(chip: str, held: int) -> CompileError | None:
-    """Return the error of a call that holds more than the chip's main memory, which the compiler does not check."""
+    """Return the error of a call whose `held` bytes exceed the chip's main memory; None if they fit.
+
+    The compiler does not check this.
+    """
     has = hardware.chip(chip).memory_bytes
     if held <= has:
         return None

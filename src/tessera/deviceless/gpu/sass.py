@@ -144,7 +144,7 @@ def _codes(text: str) -> dict[str, list[str]]:
 
 
 def _launch(resources: Path) -> tuple[int, int] | None:
-    """Read (blocks, threads per block) from the dump of the kernel that the compiler made before layout inference."""
+    """Read (blocks, threads per block) from the kernel's dump that precedes layout inference."""
     path = resources.with_name(resources.name.replace(".resources.", ".before_layout_inference."))
     found = _LAUNCH.search(path.read_text()) if path.exists() else None
     if found is None:

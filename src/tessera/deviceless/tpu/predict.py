@@ -6,7 +6,7 @@
     predicted = kernel_s + around_s, to which `Overheads` add what no schedule shows
 
 The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and a chip that
-lowers its clock under load. `validation.py` compares it with measured times.
+lowers its clock under load. `workbench/studies/validation.py` compares predictions with measured times.
 """
 
 from collections.abc import Mapping
