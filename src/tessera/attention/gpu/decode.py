@@ -360,7 +360,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: q, K and V (the result reuses their room), masses' sums, barriers.
+    """Return a thread block's bytes of shared memory: q, K and V (the result reuses their room), tile sums, barriers.
 
     Int8 keys and values take half as much per stage, but also need room for one converted block of each and the scales.
     """
