@@ -3,11 +3,11 @@
 The predicted time is the sum of four parts:
 
 - attention: each kernel's time, from its schedule,
-- memory: the bytes of all operations around attention / bandwidth,
-- computing beyond memory: how much longer those operations take by their schedules, products included,
+- memory: the bytes of all operations outside the attention kernels / bandwidth,
+- computing beyond memory: how much longer than that these operations, matrix products included, take by schedule,
 - collectives: the bytes that devices exchange / bandwidth of their links.
 
-It leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
+The sum leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
 """
 
 from collections.abc import Mapping
@@ -135,10 +135,11 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
-    """Predict two parts of the time around attention, in milliseconds: "memory" and "computing beyond memory".
+    """Predict the milliseconds of all operations outside the attention kernels.
 
-    Operations of the program's entry run once, those of the loop over layers once per layer. Operations of loops
-    inside that loop, such as tile selection's, are left out.
+    The result has two parts, "memory" and "computing beyond memory", which the module docstring explains. Operations of
+    the program's entry run once, those of the loop over layers once per layer. Operations of loops inside that loop,
+    such as tile selection's, are left out.
     """
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
@@ -153,8 +154,8 @@ def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
 def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:
     """Predict the milliseconds of communication.
 
-    Over n devices, a ring sends 2 (n - 1) / n of an all-reduce's bytes, and (n - 1) / n of any other exchange's. One
-    direction has half of LINK_BYTES_PER_S.
+    In a ring of n devices, each device sends 2 (n - 1) / n of an all-reduce's bytes, and (n - 1) / n of the bytes of
+    any other exchange. It sends in one direction, at half of LINK_BYTES_PER_S.
     """
     total = 0.0
     for c in hlo.collectives(found.program):

@@ -94,7 +94,11 @@ def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Cal
 
 
 def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
-    """Build a product with a weight of 4-bit groups: by XLA ("xla"), by the kernel, or in bfloat16 for comparison."""
+    """Build a product of `rows` rows with a weight of groups of 4 bits.
+
+    XLA computes it ("xla"), or our kernel in `models.grouped` (any other form). For comparison, "bfloat16" has a
+    weight in that dtype instead.
+    """
     outputs, inputs = size
     x = of(rows, inputs)
     if form == "bfloat16":

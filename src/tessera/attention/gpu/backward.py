@@ -10,10 +10,12 @@ head loop over the rows of all its query heads, so that no partial dk or dv is w
 the registers, the warpgroups hold 64 keys and each half of the columns.) Nothing accumulates in main memory, so results
 are equal from run to run.
 
-Before the launch, padding keys, rows that see no key and their cotangents are zeroed, and the lse of those rows is set
-to +inf, so that only the diagonal, the window's edge and kv_len need masks. Work: 7 products, 14 H flops per (row, key)
-pair; a kernel that accumulates dq in main memory, in arbitrary order, needs 5. Plain JAX runs head dims that the
-kernels do not support, and chips other than Hopper: a block of rows against every key, visible or not.
+Before the launch, padding keys and values are zeroed. Rows that see no key are zeroed too, with their cotangents, and
+get an lse of +inf. The kernels then need masks only for the diagonal, the window's edge and kv_len. Work: 7 products,
+14 H flops per (row, key) pair; a kernel that accumulates dq in main memory, in arbitrary order, needs 5 products.
+
+Other head dims than HEAD_DIMS, and chips other than Hopper, run plain JAX: each block of rows against all keys, visible
+or not.
 """
 
 import functools
@@ -52,7 +54,7 @@ STEP = 64
 """Rows (or keys) per step of a thread block's loop."""
 STAGES = 2
 HEAD_DIMS = (64, 128)
-"""Head dims that fit the registers: with 256 columns, dq leaves none for scores and their operands' addresses."""
+"""Head dims that fit the registers: 256 columns of dq would leave no register for scores and addresses."""
 SCORES = 1 << 25
 """Maximum number of scores that the plain JAX path holds at once in each of its arrays: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -165,14 +167,17 @@ def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> A
 
 
 def sweep(blocks: Blocks, step, carry):
-    """Run step(block, carry, masked) over a range of blocks, masked at both ends; return the last carry."""
+    """Run carry = step(block, carry, masked) over [start, stop), masked outside of [whole, masked); return carry."""
     carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
     carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
     return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)
 
 
 def stages_of(free, count: Array, issue) -> None:
-    """Call issue(c, slot) for c in [0, count), each after its stage is handed back; then wait for the last stages."""
+    """Call issue(c, slot) for c in [0, count), where slot = c % STAGES is the buffer that the call fills.
+
+    Each call waits on the barrier free[slot] until the buffer has been read; at the end, wait for the last buffers.
+    """
 
     def step(c, _):
         slot = jax.lax.rem(c, STAGES)

@@ -92,7 +92,7 @@ def attend(
 ) -> AttentionOut:
     """Run the call; kv_len and q_len must lie within the arrays.
 
-    cuDNN takes token-major keys and values; the step that zeroes them also transposes them.
+    K and V are zeroed from kv_len on and, in the same pass over memory, transposed to the [B,S,K,H] that cuDNN takes.
     """
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
@@ -118,7 +118,7 @@ def attend(
 
 
 dense = differentiable(attend, gpu_backward.gradients)
-"""`attend` with a gradient (`gpu.backward`) that takes linear memory."""
+"""`attend` with the gradient of `gpu.backward`, whose memory grows linearly with the number of tokens."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -12,9 +12,10 @@ Int8 keys and values land as they are and become bfloat16 in one more block of e
 scores and weights.
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
-place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block, and m +
-log2 of each tile's sum of 2^(y - m), with scores y in bits and their running maximum m, goes to the bank, a small array
-[J, G] per KV head. From it the merging launch computes the masses 2^(bank - lse) (`decode_mass`).
+place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block. With
+scores y in bits and their running maximum m, the thread block also writes m + log2(sum of 2^(y - m)) per tile and query
+head. These numbers go to the *bank*, a small array [J, G] per KV head (`Refs.bank`), from which the merging launch
+computes the masses 2^(bank - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -61,11 +62,11 @@ MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""(head_dim, block_s) -> maximum registers per thread over the roles, as compiled. Missing pairs spill in some role."""
+"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes most. Missing pairs spill."""
 INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
-"""The same for int8 keys and values, which a thread converts in registers, a few at a time."""
+"""`THREAD_REGISTERS` for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
-"""With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
+"""Minimum copies per block of listed keys at which a thread takes up to 200 registers, even at head_dim 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class Refs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Work of one thread block: the run of blocks of one split, sequence and KV head, for one part of up to 64 rows."""
+    """Work of one thread block: the keys of one split (`run`) for up to 64 query heads (group `part`) of a KV head."""
 
     split: Any
     sequence: Any
@@ -184,7 +185,7 @@ def block_scores(refs: Refs, cut: Cut, slot) -> Array:
 
 
 def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> tuple:
-    """Add block i of this run to the running softmax, refill its buffer and, in the score role, store unit sums."""
+    """Add block i of this run to the running softmax, refill its buffer and, in the score role, write the bank."""
     m_old, l, acc = carry  # noqa: E741
     run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
     block = run.first + i
@@ -359,7 +360,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers.
+    """Return a thread block's bytes of shared memory: q, K and V (the result reuses their room), tile sums, barriers.
 
     Int8 keys and values take half as much per stage, but also need room for one converted block of each and the scales.
     """

@@ -2,9 +2,9 @@
 
 The bank is log2 of each unit's sum of exponentials per row (`decode_splits` defines units); lse is log2 of a row's
 whole sum. The first thread blocks merge the splits (`split_merge`). Each other thread block computes the masses of a
-few hundred tiles of one KV head; it cannot wait for the merged lse, so it merges lse again from the splits' values, 4
-bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read nothing.
-The decode kernel does not write units that no row sees, so they are masked by position.
+*piece*: a few hundred tiles of one KV head. It cannot wait for the merged lse, so it merges lse again from the splits'
+values, 4 bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read
+nothing. The decode kernel does not write units that no row sees, so they are masked by position.
 
 Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
 """
@@ -30,7 +30,8 @@ from tessera.core.shapes import ceil_div, round_up
 TILES = ROWS
 """Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
-"""Maximum numbers of the bank in flight per tile of a load: 16 per thread, since 128 threads load 64 tiles."""
+"""Maximum numbers of the bank loaded together, divided by the 64 tiles of a load. 64 x 32 numbers are 16 for each of
+128 threads."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
 
@@ -98,13 +99,13 @@ def stored_units(cut: Cut) -> int:
 
 
 def loads_per_piece(cut: Cut) -> int:
-    """Return how many loads of 64 tiles make a piece, the tiles of one thread block."""
+    """Return how many loads of 64 tiles make a piece."""
     most = max(MOST_NUMBERS // (cut.parts * cut.per_tile * cut.rows), 1)
     return min(most, ceil_div(cut.tiles, TILES))
 
 
 def num_pieces(cut: Cut) -> int:
-    """Return the number of pieces, and so of mass thread blocks, per KV head."""
+    """Return the number of pieces per KV head of a sequence, each computed by one thread block."""
     return ceil_div(cut.tiles, loads_per_piece(cut) * TILES)
 
 
@@ -124,7 +125,7 @@ def body(*refs, cut: Cut, merging: int):
 
 
 def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
-    """Compute the masses of one piece and write them through shared memory: TMA drops those past the last tile."""
+    """Compute the masses of one piece and write them by TMA, which drops the masses past the last tile."""
     head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
     sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
     run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))
@@ -151,9 +152,10 @@ def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
 
 
 def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Array]:
-    """Compute 2^(bank - lse), summed over each tile's units, for one product's rows and 64 tiles from each of `firsts`.
+    """Compute 2^(bank - lse), summed over each tile's units, for the rows of one product.
 
-    `at` is (sequence, KV head, part); one array [64 tiles, rows] is returned per entry of `firsts`.
+    Return one array [64 tiles, rows] per entry of `firsts`, which holds the first tile of each load. `at` is (sequence,
+    KV head, part), where the part numbers the products of a KV head.
     """
     sequence, head, part = at
     bits = [

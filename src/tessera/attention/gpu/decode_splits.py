@@ -1,4 +1,4 @@
-"""Splits of a Hopper decode call: the keys that each thread block reads when the keys are split over thread blocks.
+"""Splits of a Hopper decode call: which of a sequence's keys each thread block reads.
 
 A *block* is the block_s keys of one step of a kernel. It consists of `units` *units*; a unit is the keys of one copy.
 In the dense role a unit is a whole block; in the sparse and score roles it is a tile if that is smaller.

@@ -8,8 +8,8 @@ In decode, bfloat16 holds every int8 exactly, and scales multiply scores and wei
 and t, a key s c and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the
 fetching warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
 
-Threads load scales themselves: the copy engine needs targets aligned to 128 bytes, 64 scales, and a tile may be
-shorter. The padding's scales may be NaN.
+Threads load scales themselves, because the copy engine (TMA) needs targets aligned to 128 bytes. That is 64 scales, and
+a tile may have fewer. Scales of keys at or past kv_len may be NaN.
 """
 
 import jax

@@ -10,8 +10,9 @@ A thread waits for its own copies of a block, while copies of the next `stages -
 them visible to the tensor core (a proxy fence) and arrives at the block's barrier. The positions of the keys are also
 written to shared memory, for the masks at the ends of a list.
 
-Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. It thus
-tests the barriers and the masks but not `copy_rows`, which only the machine code and the GPU check cover.
+Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. Simulated
+tests thus cover the barriers and the masks but not `copy_rows`: only the gates on machine code (`deviceless.gpu`) and
+scripts/gpu_check.sh cover it.
 
 Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key), in rows of H
 elements.
@@ -130,7 +131,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
 
 def wait_for_copies(left: int) -> None:
-    """Wait until at most `left` of this thread's blocks are in flight; make the others visible to the tensor core."""
+    """Wait until at most `left` blocks of this thread's copies are in flight; show the others to the tensor core."""
 
     @plgpu.inline_mgpu()
     def wait(_):

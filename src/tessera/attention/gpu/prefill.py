@@ -11,11 +11,11 @@ of a block and then the weighted values of the block before, while the vector un
 two warpgroups also take turns, so that the products of one overlap with the exponentials of the other. Values at or
 past kv_len may be NaN, and 0 * NaN is NaN, so they are zeroed in shared memory in the one block that can hold any.
 
-The score role writes, per row and tile, m + log2(sum of the tile's 2^(y - m)) with the running maximum m; the row sum
-needs those sums anyway. Names and docstrings call such base-2 logarithms "bits". `gpu.mass` computes 2^(bits - lse) and
-sums it over the rows of a query tile. Queries run in chunks, which bounds the memory of one number per row and tile.
-The numbers are float32: in float16, an error in the last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4
-would leave no precision at all.
+The score role writes, per row and tile, m + log2(sum of 2^(y - m) over the tile). Here y are the scores times log2(e),
+and m is their running maximum; the row's sum needs those sums anyway. Names and docstrings call such base-2 logarithms
+"bits". `gpu.mass` computes 2^(bits - lse) and sums it over the rows of a query tile. Queries run in chunks, which
+bounds the memory of one number per row and tile. The numbers are float32: in float16, an error in the last bit would
+change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
 
 Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
 writes the products, rounded to bfloat16, into the ring (`int8_keys`).
@@ -102,9 +102,9 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 
 def fetch_int8(refs: Refs, item: Item, cut: Cut) -> None:
-    """Run the fetching warpgroup for int8 keys: while a block of K or V lands, write the one before in q's dtype.
+    """Run the fetching warpgroup for int8 keys: convert each block of K and V to q's dtype.
 
-    Rows at or past kv_len become zeros.
+    The next block lands while one is converted. Rows at or past kv_len become zeros.
     """
     plgpu.set_max_registers(int8_keys.FETCH_REGISTERS, action="decrease")
     size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)

@@ -211,7 +211,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
-        """Hand back the stage that holds the keys of block c, whose scores s are computed; then `weigh` s."""
+        """Hand back the stage of block c's keys, because its scores s are computed; then `weigh` s."""
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
         return self.weigh(s, c, m, l)
 
@@ -249,7 +249,10 @@ class Rows(NamedTuple):
         return jnp.where(seen, s, -jnp.inf)
 
     def clear_values(self, c: Array) -> None:
-        """Zero the values at or past kv_len if block c reaches past it: warpgroup 0 does so, both wait."""
+        """If block c reaches past kv_len, zero its values from there on.
+
+        Warpgroup 0 writes the zeros; both compute warpgroups wait until they are written.
+        """
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 

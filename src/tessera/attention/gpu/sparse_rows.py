@@ -3,8 +3,8 @@
 Two kernels share this module, `gpu.sparse` (tiles) and `gpu.keys` (single keys). They differ in how listed keys get
 into shared memory and in how scores are masked (see `Source`). A thread block has two compute warpgroups and one that
 fetches. The compute warpgroups share the G * query_tile rows (query head, token) of a query tile, or of a part of it,
-in one or two 64-row blocks each, and read the same keys. If all rows fit one 64-row block, and head_dim allows, each
-compute warpgroup has its own query tile and list instead.
+in one or two 64-row blocks each, and read the same keys. If all rows fit one 64-row block, and head_dim is at most 128,
+each compute warpgroup has its own query tile and list instead.
 
 Blocks of keys that every row sees in full run in an unmasked loop that keeps the tensor core busy: it computes the
 scores of a block and then the weighted values of the block before, while the scores are turned into weights. Other
@@ -110,7 +110,10 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Array, Array]:
-    """Locate the n-th chunk of a 64-row block: return whether it holds rows, its query head and its first token."""
+    """Locate the n-th chunk (`Cut.chunk` rows of one query head) of a 64-row block.
+
+    Return whether the chunk holds rows, its query head, and its first token in the query tile.
+    """
     at = row_block * cut.block_chunks + n
     live, at = item.live & (at < cut.chunks), jnp.minimum(at, cut.chunks - 1)
     per_head = cut.tokens // cut.chunk

@@ -27,7 +27,7 @@ STRETCH = 256
 Thread blocks are small because each waits for memory once per AT_ONCE splits; many of them hide that wait.
 """
 AT_ONCE = 16
-"""Splits whose loads are in flight together, with two numbers per thread and split."""
+"""Maximum splits whose numbers a thread loads together; it takes up to two numbers from each split."""
 
 
 def merge_splits(

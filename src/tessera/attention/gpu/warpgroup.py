@@ -89,9 +89,9 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):
-    """Return acc + p v and weights(q k^T) = (m, l, alpha, next p), computed while the tensor core still adds p v.
+    """Return acc + p v and the four arrays (m, l, alpha, next p) of weights(q k^T).
 
-    `issued` is called after both products are issued to the tensor core.
+    `weights` runs while the tensor core still adds p v, `issued` once both products are issued to it.
     """
     if simulated():
         s = scores(q_smem, k_smem, issued)

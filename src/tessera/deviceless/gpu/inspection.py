@@ -37,7 +37,7 @@ CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)
 device."""
 
 FLOAT32 = 0.5
-"""Rate of float32 products over that of bfloat16 products; XLA computes float32 products in TF32."""
+"""Rate of float32 products, which XLA computes in TF32, divided by the rate of bfloat16 products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,10 @@ def least_bytes(shapes: Shapes) -> int:
 
 
 def overfull(chip: str, held: int) -> CompileError | None:
-    """Return the error of a call that holds more than the chip's main memory, which the compiler does not check."""
+    """Return the error of a call whose `held` bytes exceed the chip's main memory; None if they fit.
+
+    The compiler does not check this.
+    """
     has = hardware.chip(chip).memory_bytes
     if held <= has:
         return None

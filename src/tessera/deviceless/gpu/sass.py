@@ -37,7 +37,8 @@ class Report:
         stack_bytes: local memory per thread.
         shared_bytes: shared memory per thread block: static, buffers and barriers.
         barriers: phase barriers in shared memory.
-        instructions: occurrences of each operation in the code (HGMMA, UTMALDG, ...), and "LDGSTS.128".
+        instructions: operation (HGMMA, UTMALDG, ...) -> occurrences in the code; those in WIDE also by width, as in
+            "LDGSTS.128".
         local: the lines of code that touch local memory.
         report: ptxas' own text.
         blocks, threads: size of the grid and of a thread block; None if the lowering does not state them.
@@ -143,7 +144,7 @@ def _codes(text: str) -> dict[str, list[str]]:
 
 
 def _launch(resources: Path) -> tuple[int, int] | None:
-    """Read (blocks, threads per block) from the kernel's dump before layout inference."""
+    """Read (blocks, threads per block) from the kernel's dump that precedes layout inference."""
     path = resources.with_name(resources.name.replace(".resources.", ".before_layout_inference."))
     found = _LAUNCH.search(path.read_text()) if path.exists() else None
     if found is None:

@@ -1,7 +1,7 @@
 """Compile for TPUs that this machine lacks, with the real compiler, in a separate process and under a time limit.
 
-A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs no chip,
-but jax and libtpu (the extra "deviceless"), in this interpreter or in the one that the call names.
+A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs
+jax and libtpu (the extra "deviceless") in this interpreter, or in the one that the call names, but no chip.
 """
 
 import re

@@ -1,12 +1,12 @@
-"""Predict a time from a schedule: the cycles of the executed bundles, and the bytes over the memory's bandwidth.
+"""Predict a time from a schedule: the cycles of the executed bundles, and the bytes divided by the bandwidth.
 
     kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around the kernel / bandwidth
     cycles    = bundles of a scope, or the cycles of its products in the matrix units if those are more
-    predicted = kernel_s + around_s, each with its Overheads
+    predicted = kernel_s + around_s, to which `Overheads` add what no schedule shows
 
 The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and a chip that
-lowers its clock under load. `validation.py` compares it with measured times.
+lowers its clock under load. `workbench/studies/validation.py` compares predictions with measured times.
 """
 
 from collections.abc import Mapping
