@@ -38,7 +38,8 @@ class Row:
 
     Attributes:
         kernel: name of a kernel in `dispatch.KERNELS`; the name includes the role.
-        bucket: measure -> required value or interval (low, high).
+        bucket: the calls that the row applies to: a name in MEASURES, such as head_dim -> the value that a call must
+            have, or an interval (low, high) with both ends included.
         config: fields of the kernel's Config.
         gain: time of the default config / time of this one; 1 if the default won, None if the default does not compile.
         record: "file" in evidence/, "workload" and "date" of the record of this kernel that supports the row.

@@ -135,7 +135,10 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
-    """Predict two parts of the time around attention, in milliseconds: "memory" and "computing beyond memory".
+    """Predict the milliseconds of the operations other than attention, in two parts.
+
+    The parts are "memory", the time to move all their bytes, and "computing beyond memory", the time that computing
+    adds to that.
 
     Operations of the program's entry run once, those of the loop over layers once per layer. Operations of loops
     inside that loop, such as tile selection's, are left out.

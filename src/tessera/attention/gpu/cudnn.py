@@ -92,7 +92,8 @@ def attend(
 ) -> AttentionOut:
     """Run the call; kv_len and q_len must lie within the arrays.
 
-    cuDNN takes token-major keys and values; the step that zeroes them also transposes them.
+    Keys and values past kv_len are zeroed first. The same step transposes K and V to [B,S,K,H], the layout that cuDNN
+    takes.
     """
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]

@@ -152,7 +152,8 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
 
 
 def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
-    """Store log2 of each tile's sum of the weights p = 2^(y - m), plus m, in the tile's lane of the bank."""
+    """For each row and key tile, store log2(sum of p) + m, with weights p = 2^(y - m), in the tile's lane of the
+    scratch array `refs.bank`."""
     sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
     rows = cut.heads * cut.rows
     sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
