@@ -38,7 +38,8 @@ class Plan:
     weights: Several[Literal["bfloat16", Weights]] = ()
     """Types of the matrices to compare; all that the model can take if not given."""
     compile: bool = False
-    """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
+    """Also compile a decode step and a prefill chunk in the model's own dtype, and compare the memory planned for each
+    with the compiler's. Takes minutes."""
     limit_s: float = 900.0
     """With --compile: time limit of the compiler for each step, in seconds."""
     picture: Omittable[Path] = None

@@ -289,7 +289,8 @@ def _is_greeting(found: Mapping | None) -> bool:
 
 
 def _listener(place: Place) -> socket.socket:
-    """Open a listening socket: on a loopback address, only on that address, else on every address of this host."""
+    """Open a listening socket. If `place.host` is a loopback address, listen only there, else on every address of this
+    host."""
     host = place.host if place.host in LOOPBACK else ""
     family = socket.AF_INET6 if place.host == "::1" else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

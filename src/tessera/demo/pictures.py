@@ -40,7 +40,10 @@ class Panel:
 
 
 def times(panels: Sequence[Panel]) -> str:
-    """Plot milliseconds over tokens, both axes logarithmic; labels give the first side's time over the second's."""
+    """Plot milliseconds against prompt length, both axes logarithmic.
+
+    The label at each length is the time of the panel's first entry in `sides` divided by that of the second.
+    """
 
     def plot(figure: Figure) -> None:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):

@@ -246,7 +246,8 @@ def activation_bytes(
 
 
 def _copied_layers(config: ModelConfig, load: Load) -> int:
-    """Count the copied arrays, each the keys of one layer or the values of one layer."""
+    """Count the parts of the cache that the program copies while it runs; a part is one layer's keys or one layer's
+    values."""
     if load.host and load.batch > 1 and load.rows > 1:
         return 2 * ((config.num_layers + 2) // 2)
     return 2 if load.stacked else 0

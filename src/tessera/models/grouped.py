@@ -56,7 +56,8 @@ def wins(num_rows: int, weight: Quantised) -> bool:
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose equal blocks of rows, and the largest blocks of outputs and inputs within the limits that divide W."""
+    """Choose blocks of rows of equal size, and the largest blocks of outputs and inputs that divide the weight's and
+    stay within MOST_OUTPUTS and MOST_INPUTS."""
     most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
     rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
     wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)

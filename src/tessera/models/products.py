@@ -28,8 +28,11 @@ ROUNDED_ROWS = 64
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T in float32 for a quantised weight W [E,D]. The devices of a mesh may share rows, inputs or outputs:
-    no axis is merged with another, because XLA would gather a merged axis that is split."""
+    """Return x W^T in float32 for a quantised weight W [E,D].
+
+    A mesh may split rows, inputs or outputs over its devices. Axes are therefore never merged under a mesh: XLA would
+    gather a split axis before it merges it.
+    """
     if weight.packed:  # only ever on CPU
         return _on_cpu(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=_on_cpu, tpu=_on_tpu, default=_fused)

@@ -62,9 +62,10 @@ class Sharing:
         return int(fixed // saved) + 1 if saved > 0 else None
 
     def by_rows(self, batch: int, rows: int) -> bool:
-        """Return whether to share by rows a chunk of `rows` rows per sequence.
+        """Return whether the devices share a prefill chunk by rows instead of by heads.
 
-        It is shared by rows if that sends fewer bytes and the number of devices divides `rows`.
+        The chunk has `rows` rows per sequence. It is shared by rows if that sends fewer bytes and the number of devices
+        divides `rows`.
         """
         least = self.break_even
         return least is not None and batch * rows >= least and rows % self.devices == 0

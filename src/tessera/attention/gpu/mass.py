@@ -40,9 +40,9 @@ class Cut(NamedTuple):
 
     Attributes:
         groups: query heads per KV head.
-        unit: keys per unit.
+        unit: keys per unit; a unit is a tile, or as much of a tile as fits one block.
         width: rows per load.
-        pieces: loads per query head that cover a query tile's rows.
+        pieces: loads per query head, as many as cover a query tile's rows.
     """
 
     spec: AttentionSpec

@@ -78,8 +78,8 @@ def part(lanes: bool, *index) -> tuple:
 def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple = ()) -> list:
     """Build the copies of K, V and any scales from index `source` in HBM to index `target`; target[0] is the buffer.
 
-    The last entry of each index selects keys. `inner` is an index within the target; its constant offsets cost no
-    scalar instructions.
+    The last entry of each index selects keys. If given, `inner` indexes the part of the buffer that `target` selects.
+    Constant offsets belong in `inner`, where they cost no scalar instructions.
     """
     found = []
     for i, (x, y, lanes) in enumerate(stream.arrays(cut)):

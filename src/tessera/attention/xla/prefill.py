@@ -44,7 +44,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step: 1 MB in float32, half of two second-level caches of 1 MB each."""
+"""Scores per step. They take 1 MB in float32, half of the 2 MB that two cores' second-level caches hold together."""
 
 ZERO = np.int32(0)
 """Zero as int32. A Python 0 becomes int64 if JAX allows 64-bit types, and all indices of a slice must have one type."""

@@ -34,7 +34,7 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step: 1 MB in float32, half of two second-level caches of 1 MB each."""
+"""Scores per step. They take 1 MB in float32, half of the 2 MB that two cores' second-level caches hold together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Number of cases of each kernel, besides the layout, that run before anything is timed."""
+"""Number of cases of each kernel that run before anything is timed. The checks of the layout of gathered rows run
+before that too, and are not counted here."""
 GRADIENTS = 2.0**-5
 """Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 

@@ -41,7 +41,8 @@ def end_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the passes over the pieces; return the exit code, NO_GPU if there is no GPU."""
+    """Run the requested pieces of the GPU check, once per pass in PASSES; return the exit code, NO_GPU if there is no
+    GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
         hardware.prepare_simulator()

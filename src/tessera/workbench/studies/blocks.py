@@ -4,9 +4,9 @@
     tessera study tpu-blocks --report          # records to evidence/, rows to attention/tables/
 
 The search starts from the kernel's default (or a related case's winner), moves one field at a time to the next value in
-the kernel's search space, and keeps a move that lowers the time. A candidate that does not compile is stored too. A
-candidate whose memory traffic alone takes as long as the best one so far is skipped. Lines that another commit wrote
-are compiled again.
+the kernel's search space, and keeps a move that lowers the time. A config whose memory traffic alone takes as long as
+the best config so far is skipped. Each other config becomes one line (a candidate) of the file of results, also if it
+does not compile. A config whose line was written by another commit is compiled again.
 """
 
 import json
@@ -32,7 +32,7 @@ from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 
 ANY = 1 << 20
-"""Tokens of the longest call that a row covers."""
+"""Maximum tokens of the calls that a row of the tables covers."""
 LEAST_GAIN = 1.01
 """Minimum gain (old time / new time) for which the search moves, and for which a table's row replaces the default. The
 prediction cannot resolve smaller gains."""
@@ -50,7 +50,7 @@ class Case:
 
     Attributes:
         queries: number of query rows, the last of a longer prefill; all rows if None.
-        intervals: sizes that the row covers: measure -> (low, high), ends included.
+        intervals: sizes that the row covers: a name in `tuned.MEASURES` -> (low, high), both ends included.
         like: case whose winner is tried right after the default; the search then has half the budget.
     """
 
@@ -86,7 +86,7 @@ class Case:
         )
 
     def bucket(self) -> dict[str, Any]:
-        """Return the bucket of calls that the row covers: measure -> value or interval (see `attention.tuned`)."""
+        """Return which calls the row covers: a name in `tuned.MEASURES` -> the value or interval they must have."""
         exact = ["dtype", "head_dim", "groups"]
         exact += ["kv_heads"] if self.phase == "decode" else []
         exact += ["tile"] if self.role != "dense" else []

@@ -35,7 +35,7 @@ GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
 LISTED = tuple((tile, query_tile) for query_tile in (128, 32) for tile in (128, 32, 16))
 """(tile, query tile) of the sparse prefill calls."""
 NARROW = (32, 16)
-"""Tiles of the sparse decode calls besides 128."""
+"""Tiles of further sparse decode calls; "decode sparse" itself has tile 128."""
 CALLS = MappingProxyType(
     {
         "dense": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
@@ -65,9 +65,9 @@ CALLS = MappingProxyType(
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. A
-final 32 in a name ("score long 32", "sparse kascade 32") is the query tile, here the default; the same names without it
-mean a query tile of 128.
+"sparse kascade" lists half of that. Its query tiles may each list a tenth of their visible keys, and under the causal
+mask a query tile sees half of all keys on average. "score long 32" and "sparse kascade 32" have the default query tile,
+32; the same names without the 32 have a query tile of 128.
 """
 
 VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
@@ -92,7 +92,8 @@ KASCADE_32 = f"{KASCADE}, query tile 32"
 DENSE = "dense prefill against the peer"
 EQUAL_TERMS = f"{DENSE}, equal terms"
 KERNELS_ALONE = "dense prefill against the peer, kernels alone"
-"""Figure without the operations around either kernel. It has no target, but shows how much of the gain is layout."""
+"""Figure that leaves out the XLA operations before and after both kernels, such as transposes. It has no target, but
+shows how much of DENSE's gain comes from those operations."""
 
 BYTES = tuple(f"decode, {role}: bytes moved / needed" for role in ("dense", "sparse"))
 INT8 = tuple(f"decode, {role}: int8 keys against bfloat16" for role in ("dense", "sparse"))

@@ -39,7 +39,7 @@ CASES = (
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return the case's key."""
+    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
     return tuple(line.get(name) for name in ("part", "form", "chip", "rows", "group"))
 
 

@@ -3,9 +3,9 @@
     tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
-(`inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
-the gain over a dense kernel that reaches its own roofline. Measured records replace these figures once
-`scripts/gpu_check.sh` has run on an H200.
+(`inspection.CEILINGS`). It is the least time that a call can take; our kernels may be much slower. A ratio compares two
+calls at their rooflines: no kernel of ours can gain more than that over a dense kernel that reaches its own roofline.
+Measured records replace these figures once `scripts/gpu_check.sh` has run on an H200.
 """
 
 from collections.abc import Iterator, Mapping
@@ -81,7 +81,7 @@ def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
 
 
 def selection_ms(phase: str) -> float:
-    """Return the least milliseconds to choose tiles: those of reading the float32 masses once."""
+    """Return a lower bound on the milliseconds to choose tiles: the time to read the float32 masses once."""
     rows = LONG // QUERY_TILE if phase == "prefill" else 1
     return 1e3 * 4 * 8 * rows * (LONG // TILE) / gpu_inspection.CEILINGS[CHIP].bytes_per_s
 

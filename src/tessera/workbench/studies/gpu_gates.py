@@ -49,8 +49,8 @@ OTHERS = MappingProxyType(
         ("sparse", "decode"): ({"group": MANY},),
     }
 )
-"""(role, phase) -> sizes of further calls. More rows share each list (or, for scores, each sum of masses) than in the
-other cases, so the search spaces of these calls hold blocks that no other case has."""
+"""(role, phase) -> sizes of further calls. In these calls more rows share one list of tiles (or, for scores, one sum of
+masses) than in the other cases, so their search spaces hold blocks that no other case has."""
 BATCH = 2
 """Sequences of a case by default. With only one, the compiler removes indices that otherwise take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
@@ -107,9 +107,10 @@ def cases() -> Iterator[dict[str, Any]]:
 
     Default blocks get every dtype, tile and mask, and further calls under the causal mask (`plain_cases`). Every other
     configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
-    one of its tiles and one of the dtypes, in turn: a dtype changes the names of instructions, not their registers.
-    The configurations of the search spaces in OTHERS get one tile and two masks each. `scaled_cases` lists the calls
-    on int8 keys. Calls that a kernel refuses are left out. The gradient of dense prefill comes last.
+    only one of its tiles and one of the dtypes, in turn. One dtype is enough, because a dtype changes the names of
+    instructions, not their registers. Each configuration in the search spaces of the calls in OTHERS gets one tile and
+    two masks. `scaled_cases` lists the calls on int8 keys. Calls that a kernel refuses are left out. The gradient of
+    dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
@@ -141,9 +142,10 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 
 def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile, causal.
+    """Yield the cases on int8 keys.
 
-    Under the causal mask, default blocks also get the other group sizes and, in prefill, odd sizes.
+    Default blocks get every tile and mask and, under the causal mask, also the other group sizes and, in prefill, odd
+    sizes. Every other configuration gets one tile, under the causal mask.
     """
     met, blank = set(), {**blank, "dtype": kernel.dtypes[0], "scaled": True}
     for tile, mask in product(TILES if kernel.role != "dense" else (128,), MASKS if kernel.scaled else ()):
@@ -168,7 +170,7 @@ def taken(case: Mapping[str, Any]) -> bool:
 
 
 def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the configurations of the call's own search space, without its default."""
+    """Return the configurations in the search space of the case's call, except the default one."""
     kernel, asked = kernel_of(case), call(case)
     default = kernel.default_config(*asked)
     return [asdict(config) for config in kernel.search_space(*asked) if config != default]
@@ -177,8 +179,8 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the cases that are compiled only with the causal mask.
 
-    With default blocks: a single sequence, the other group sizes and, in prefill, odd sizes. In decode also the batches
-    of models, each with the default blocks and with other numbers of splits.
+    They have default blocks and a single sequence, another group size or, in prefill, odd sizes. Decode also gets the
+    calls in BATCHES, each with the default blocks and with every other number of splits in the search space.
     """
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
@@ -232,7 +234,7 @@ def first_cases() -> Iterator[dict[str, Any]]:
 
 
 def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a few cases of a kernel that cover each of its head dims, dtypes, tiles and masks at least once."""
+    """Yield a few cases of the kernel of `first` that together cover its head dims, dtypes, tiles and masks."""
     dtypes, tiles, masks = cycle(kernel_of(first).dtypes), cycle(reversed(TILES)), cycle(MASKS)
     for head_dim, _ in product(HEAD_DIMS, range(2)):
         case = {**first, "head_dim": head_dim, "dtype": next(dtypes), "mask": next(masks)}
@@ -243,7 +245,7 @@ def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def urgency(case: Mapping[str, Any]) -> int:
-    """Rank a case: defaults first, then every configuration in the plainest call, then the rest."""
+    """Rank a case: default blocks, then other configurations with the causal mask and first dtype, then the rest."""
     plain = case["mask"] == PLAIN and case["dtype"] == kernel_of(case).dtypes[0]
     return 0 if case["config"] is None else 1 if plain else 2
 

@@ -30,7 +30,7 @@ GOAL = 0.02
 
 SIZES = ("chip", "devices", "model", "phase", "attention", "batch", "length")
 TYPES = ("weights", "cache")
-"""Arguments of `load`, which a case names where they are not None."""
+"""Arguments of `load`. A case holds only those that it sets; the others are None."""
 
 
 def _case(*sizes: Any, **types: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return the case's key."""
+    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
     return tuple(line.get(name) for name in (*SIZES, *TYPES))
 
 
@@ -93,7 +93,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
-    """Plan the speed of a case's model at another length, with unrolled layers, as `load` runs them."""
+    """Plan the speed of a case's model at `length` tokens, with unrolled layers, as `load` runs them."""
     config = MODELS[case["model"]]
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch")}
@@ -123,7 +123,8 @@ def planned_ms(case: Mapping[str, Any]) -> float:
 
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
-    """Build a case's record: planned / compiled memory or, if the compiler refused the step, planned / usable."""
+    """Build a case's record: planned memory / the compiler's. If the compiler refused the step, planned memory / the
+    chip's usable memory."""
     config = MODELS[line["model"]]
     mine = plan_check.planned(config, line["chip"], line["devices"], call_of(line))
     verdict = fits(mine, USABLE_BYTES[line["chip"]])

@@ -199,7 +199,8 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one over the chips of the fit (which repeats the fit), and one over all chips.
+    """Build one record per chip, one for all chips, and one for both chips in CALIBRATION, which fits the constants
+    again.
 
     Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
     its chips has no points. `planned` maps each chip whose timings are available to all of its points; the facts count
@@ -251,8 +252,11 @@ def describe(point: Mapping[str, Any]) -> list[Any]:
 
 
 def parts(point: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """Return the five numbers that a fit needs: milliseconds of computing at nominal constants, grid steps per core,
-    milliseconds of the kernel's bytes and of the bytes around the kernel at nominal bandwidth, measured milliseconds.
+    """Return the five numbers that a fit needs.
+
+    They are the milliseconds of computing at nominal constants, the grid steps per core, the milliseconds to move the
+    kernel's bytes and those to move the other operations' bytes, both at nominal bandwidth, and the measured
+    milliseconds.
     """
     plain = prediction(point, predict.NOMINAL)
     a_ms_a_step = prediction(point, replace(predict.NOMINAL, step_s=1e-3))
