@@ -27,6 +27,7 @@ ABOUT = (
 )
 NEXT = (
     ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
+    ("tessera serve smollm2", "answer OpenAI clients on port 8000, under the plan"),
     ('tessera generate --model smollm2 --attention kascade --chat "..."', "one answer"),
     ("tessera calibrate --model smollm2 --text TEXT --out plan.json", "make a plan from text that you choose"),
     ("tessera doctor", "what this machine has: devices, kernels, caches"),
