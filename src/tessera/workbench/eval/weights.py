@@ -33,7 +33,7 @@ TEXT_OP, TASK_OP = "eval weights text", "eval weights task"
 SIZES: Final = Sizes(lengths=(2048,), documents=(("single", 2048, 4),), windows=1, brief=())
 """One window of 2,048 tokens per domain, and four documents with questions of kind "single"."""
 ORDER: Final = (FLOAT, "int8", CONTROL, "gguf", "w8a8", "fp8", "int4-g32", "int4", "int4-g64", "int4-g128")
-"""Forms in the order they run, so that an interrupted run holds the most asked-for first."""
+"""Forms in the order they run: the most asked-for come first, since a run may be interrupted."""
 
 
 @dataclass(kw_only=True)

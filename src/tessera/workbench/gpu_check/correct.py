@@ -1,4 +1,4 @@
-"""Check every GPU kernel: where single-key rows lie in shared memory, then the answers of calls, against float64.
+"""Check every GPU kernel: first where it puts single-key rows in shared memory, then its answers against float64.
 
 `layout.py` makes the first check. The calls come from the catalogue (`attention/workloads.py`). Their numbers, random
 or adversarial, and the comparison are those of `tessera verify`, which derives a tolerance for each call. `timing.py`
@@ -57,7 +57,7 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Number of cases of each kernel, besides the layout, that run before anything is timed."""
+"""Number of each kernel's cases that run before anything is timed. The layout checks come first and do not count."""
 GRADIENTS = 2.0**-5
 """Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 

@@ -1,4 +1,4 @@
-"""The GPU script's child process, which runs pieces until time runs out.
+"""The GPU script's child process, which runs pieces of the check (env, correct, time, tune) until time runs out.
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
@@ -24,8 +24,8 @@ from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritabl
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """Pieces of the check script: name -> function that runs the piece in a session."""
 PASSES = ((True, False), (False, False), (False, True))
-"""(session.first, session.retry) of the three passes over the pieces: first a few items of each piece, then the other
-items, then the items that failed."""
+"""(session.first, session.retry). Every piece runs three times: first for a few of its items, then for its other items,
+then for the items that failed."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
@@ -41,7 +41,7 @@ def end_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the passes over the pieces; return the exit code, NO_GPU if there is no GPU."""
+    """Run the requested pieces, all of them once per entry of PASSES; return 0, or NO_GPU if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
         hardware.prepare_simulator()
