@@ -1,4 +1,4 @@
-"""Record the machine: device, packages, tools, and whether the configuration that `deviceless` compiles for fits it."""
+"""Record the machine: device, packages, tools, and whether it is like the GPU that `deviceless` compiles for."""
 
 import importlib.metadata
 import importlib.util

@@ -211,9 +211,9 @@ class Session:
 
 
 class Guard:
-    """Context of Session.guard, which records and swallows any Exception of its block, except Unwritable.
+    """Context of Session.guard. It catches every Exception of its block but Unwritable, and passes it to Session.fail.
 
-    This is a class, since its `__exit__` sees every error, where lint forbids the clause `except Exception`.
+    It is a class with `__exit__`, because lint forbids the clause `except Exception`.
     """
 
     def __init__(self, session: Session, what: What, limit_s: float):

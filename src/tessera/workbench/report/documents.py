@@ -398,7 +398,7 @@ COMPILED = (
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that no page shows, because the same measurement or run of gates was repeated later."""
+    """Return the records that no page shows, because the same measurement or run of gates has a newer record."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]

@@ -92,7 +92,7 @@ def study(records: Sequence[Record]) -> Table:
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
     """Select a suite's `tessera eval` records. Drop those whose policy had other settings than in its newest record.
 
-    A changed plan is such another setting: a cell stays empty until the new plan has answered its question.
+    The settings include the plan. After a plan changes, a cell stays empty until the new plan answers its question.
     """
     asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
@@ -203,7 +203,7 @@ def use(records: Sequence[Record]) -> Table:
 
 
 def _used(record: Record | None) -> str:
-    """Format the shares of the machine's measured peak rates that a call used, then those of the data sheet's peaks."""
+    """Format the shares that a call used of the measured peak rates and, if stored, of the data sheet's peak rates."""
     if record is None:
         return ""
     pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]

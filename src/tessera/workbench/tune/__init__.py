@@ -166,7 +166,8 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         on_step: called with a line of text for every candidate and finalist.
 
     Returns:
-        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed"}.
+        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed":
+        number of answers that the journal already held}.
 
     Raises:
         Failed: the default does not run, is wrong, or nothing could be confirmed.
@@ -266,7 +267,8 @@ def _take_turns(
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
     """Time winner and default in turns; return the gain on fresh numbers, its interval, the gains at held-out lengths.
 
-    If one of these is below its limit, the result also names the default as "winner" and the loser as "refused".
+    If one of these is below its limit, the result also holds "winner", the default's config, and "refused", the
+    config of the argument `winner`.
     """
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
