@@ -214,7 +214,7 @@ def quality(records: Sequence[Record]) -> Picture | None:
 
 
 def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, label: str) -> None:
-    """Plot a policy's scores on one kind of task against the share of keys read, joined by a line in order of length."""
+    """Plot a policy's scores on one kind of task against the share of keys read; a line joins the lengths."""
     own = sorted(own, key=lambda r: r.facts["length"])
     density, mean = ([100 * value for value in column] for column in zip(*((r.mean_density, r.median) for r in own)))
     axes.plot(density, mean, mark + "-", color=colour, markersize=3, linewidth=0.8, alpha=0.6)

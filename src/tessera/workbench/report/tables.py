@@ -305,10 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format a changed kernel's time and main-loop cycles as multiples of the unchanged kernel's.
-
-    For the unchanged kernel, format the time and the cycles themselves.
-    """
+    """Format a variant's time and main-loop cycles, divided by the unchanged kernel's; for that kernel, the plain values."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
