@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format a variant's time and main-loop cycles, divided by the unchanged kernel's; for that kernel, the plain values."""
+    """Format a variant's time and main-loop cycles, divided by the unchanged kernel's; for that kernel, undivided."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
