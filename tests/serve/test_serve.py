@@ -215,6 +215,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": []}, 400, "prompt=[]"),
         ({}, 400, "prompt"),
         ({"prompt": "x", "foo": 1}, 400, "unknown field foo"),
+        ({"prompt": ["x"] * 10, "n": 8}, 400, "80 answers are more than the 18"),
         ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),

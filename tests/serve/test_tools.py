@@ -84,6 +84,11 @@ def test_a_stream_shows_no_part_of_a_call_and_loses_nothing(text):
         assert names(calls) == names(expected)
 
 
+def test_one_call_counts_if_the_client_wants_no_parallel_ones():
+    assert len(Speech(offered=True).finish(CALL + CALL)[1]) == 2
+    assert len(Speech(offered=True, single=True).finish(CALL + CALL)[1]) == 1
+
+
 def test_text_before_a_mark_is_shown_at_once():
     assert [safe_end(text) for text in ("abc", "abc<", "abc<tool_call", "abc<tool_call>d", "a<b")] == [3, 3, 3, 3, 3]
 

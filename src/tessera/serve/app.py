@@ -18,6 +18,7 @@ from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_to
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.grammar import Grammars
 from tessera.serve.protocol import (
+    CHAT_TOKENS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -213,7 +214,7 @@ def requests_of(
             )
         one = Generate(
             prompt=prompt,
-            max_new_tokens=min(body.limit or room, room),
+            max_new_tokens=min(body.limit or site.model.max_new_tokens(None, CHAT_TOKENS), room),
             stop=body.stops,
             sampling=sampling,
             bias=body.bias,
@@ -229,7 +230,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
-        tools = {"offered": True, "forced": body.forced}
+        tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
     policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
     answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()

@@ -101,6 +101,8 @@ class Service:
                 raise Refusal(503, "the server is shutting down", retry_s=30)
             if not self.ready:
                 raise Refusal(503, "the server is warming up", retry_s=5)
+            if len(requests) > self.room:
+                raise Refusal(400, f"{len(requests)} answers are more than the {self.room} that this server can hold")
             if self.open + len(requests) > self.room:
                 raise Refusal(
                     429, f"the server has {self.open} requests of at most {self.room}: try again", retry_s=RETRY_S

@@ -65,10 +65,11 @@ class Speech:
     Args:
         offered: whether the request offers tools; without them, everything is text.
         forced: whether a grammar makes the whole answer one call.
+        single: whether only the first call counts.
     """
 
-    def __init__(self, *, offered: bool = False, forced: bool = False):
-        self.offered, self.forced = offered, forced
+    def __init__(self, *, offered: bool = False, forced: bool = False, single: bool = False):
+        self.offered, self.forced, self.single = offered, forced, single
         self._text, self._shown = "", 0
 
     def push(self, piece: str) -> str:
@@ -84,7 +85,8 @@ class Speech:
         """Return the text that `push` has not returned yet, and the calls; without tools, return all of `whole`."""
         if not self.offered:
             return whole, []
-        return split(whole[self._shown :], forced=self.forced)
+        text, calls = split(whole[self._shown :], forced=self.forced)
+        return text, calls[:1] if self.single else calls
 
 
 def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:

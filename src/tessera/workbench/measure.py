@@ -127,7 +127,7 @@ def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) ->
 def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
     """Cap the ceilings at one device's share of its chip's nominal peaks; leave them unchanged if `chip` is None.
 
-    The bfloat16 peak caps every dtype, since none of ours has a higher one.
+    The bfloat16 peak caps every dtype, since no other dtype that is measured here has a higher peak.
     """
     if chip is None:
         return found

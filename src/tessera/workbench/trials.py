@@ -147,7 +147,7 @@ def _tracked_product(product, **call):
 
 
 def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
-    """Run the simulator's read. A read in the scope `warpgroup.OPERAND` is checked like a product's operand read."""
+    """Run the simulator's read; in the name scope `warpgroup.OPERAND`, check it for races as a product's operand."""
     if OPERAND not in str(getattr(source_info, "name_stack", "")):
         return read(token, mesh_location, thread, *call, source_info=source_info, **options)
     key, transforms, block, step, _ = call
@@ -223,7 +223,7 @@ def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shap
 
 
 def roundings(kernel: Kernel) -> dict[str, bool]:
-    """Return what the kernel rounds besides its result, as keyword arguments of `oracle.tolerance`.
+    """Return which intermediate values the kernel rounds, as keyword arguments of `oracle.tolerance`.
 
     A TPU's kernels multiply the scale into q, because scaling scores would cost a tenth of the speed. Prefill kernels
     of TPUs and GPUs multiply int8 keys and values by their scales.

@@ -1,8 +1,8 @@
 """Check every kernel against the oracle on this device: the catalogue, random shapes, adversarial numbers.
 
 Errors are in units of the tolerance that `oracle.tolerance` derives from the call, so an error above 1 fails. Reports
-give quantiles over all elements besides the maximum: an error of half the tolerance at every element shows a bad
-kernel, but at one element only an unlucky rounding.
+give the maximum and other quantiles over all elements: an error of half the tolerance shows a bad kernel if every
+element has it, but only an unlucky rounding if one element has it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

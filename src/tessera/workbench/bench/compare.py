@@ -29,7 +29,7 @@ ANSWERED: Final = ("tune", "block sizes")
 there."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
-"""Operations, besides predictions, whose results depend only on a compiler and therefore repeat exactly."""
+"""Operations whose results repeat exactly, since only a compiler decides them. Predictions, not listed, do so, too."""
 
 
 class Figure(NamedTuple):

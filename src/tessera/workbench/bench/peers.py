@@ -125,7 +125,7 @@ PEERS = MappingProxyType(
         "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
     }
 )
-"""Peers in this process, by the name that ends the workload of their records."""
+"""Peers that run in this process, by name. The workload of a peer's records ends with its name."""
 
 
 class Ready(NamedTuple):

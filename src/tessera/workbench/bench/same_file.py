@@ -31,7 +31,7 @@ START_TOKENS = 32
 PREFILL_TARGETS = {("dense", 8192): 2.0, ("kascade", 8192): 3.0}
 DECODE_TARGETS = {1024: 0.7, 8192: 1.0}
 START_TARGET = 0.5
-"""Goals, as ratios to llama.cpp; above 1, ours takes less time."""
+"""Goal for llama.cpp's start-up time / ours; the dicts above hold such goals for prefill and decode, by length."""
 OURS: Mapping[str, Mapping[str, str | None]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
                                                 "int8": {"weights": "int8"}}  # fmt: skip
 """Forms of our weights that take part, and what `load` takes for each."""

@@ -26,8 +26,8 @@ REST_S = 0.2
 """Seconds to pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
 
 CREDIBLE = 0.8
-"""Fraction of the roofline's shortest time below which a sample is rejected. Below 1, since the peak rates are measured
-and may be a few percent off."""
+"""Fraction of the roofline's time. A shorter sample is rejected. The fraction is less than 1, since the peak rates are
+measured and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
 """Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""
@@ -231,7 +231,7 @@ def fresh_seed(number: int) -> int:
 
 
 def causal_pairs(length: int) -> float:
-    """Visible (query, key) pairs of a causal prefill of T tokens: T (T + 1) / 2."""
+    """Count the visible (query, key) pairs of a causal prefill of T = `length` tokens: T (T + 1) / 2."""
     return length * (length + 1) / 2
 
 

@@ -104,7 +104,7 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def window_of(plan: Plan, length: int) -> int:
-    """Return the sliding window, in keys, that reads as many keys of a prompt as the plan does (mean over its heads).
+    """Return the sliding window, in keys, that reads as many keys of a prompt as the plan's heads do on average.
 
     The window reads one tile of sinks, too. A head of the plan reads its budget plus the keys that are always read: own
     query tile, local keys and sinks.

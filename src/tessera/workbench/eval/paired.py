@@ -36,8 +36,9 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
-    """Compute sum(parts) / sum(wholes) over documents; the interval redraws documents, or is Wilson's at 0 and 1.
+    """Compute sum(parts) / sum(wholes), one entry per document. The interval redraws documents.
 
+    If the value is 0 or 1, redrawing would give no width, so the interval is Wilson's instead.
     Draws whose wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval 0 to 1.
     """
     parts, wholes = np.asarray(parts, float), np.asarray(wholes, float)

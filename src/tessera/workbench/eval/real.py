@@ -48,7 +48,8 @@ class Sizes:
         lengths: ends of the position ranges that get a record each; ascending multiples of 512.
         documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
         windows: number of text windows per domain, each as long as the longest length.
-        brief: documents for contenders with `brief` set: most rivals, and all at other budgets (the frontier).
+        brief: `documents` for contenders whose `brief` is set. These are most rivals, and all contenders that run at
+            another budget than the plan's (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
@@ -236,8 +237,8 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference, positive if the policy is better. If few documents all have the same difference, its
-            interval has no width, so `p` is judged, too.
+        better: the difference, positive if the policy is better. Its interval is not enough: the interval has no
+            width if all documents have the same difference, however few they are. So `p` is judged, too.
         p: McNemar's p of the same difference; 0 where the test does not apply.
         resolution: largest difference that is only rounding.
     """

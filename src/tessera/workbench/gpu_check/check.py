@@ -16,7 +16,7 @@ from tessera.core.shapes import ceil_div
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
-"""Tolerances, in units of the dtype."""
+"""Tolerance of each part of an answer, in units in the last place of the dtype (UNIT)."""
 
 
 @partial(jax.jit, static_argnames="spec")

@@ -1,4 +1,4 @@
-"""Record the machine: device, packages, tools, and whether the configuration that `deviceless` compiles for fits it."""
+"""Record the machine: device, packages, tools, and whether it is like the GPU that `deviceless` compiles for."""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +20,7 @@ TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
 
 
 def run(session: Session) -> None:
-    """Record the environment; on a GPU, also the shipped target configuration's facts that differ from this GPU's."""
+    """Record the environment; on a GPU, also where the shipped target configuration differs from this GPU."""
     session.attempt(What(op="environment", kernel="", workload="gpu"), look)
     if on_gpu():
         session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)

@@ -18,7 +18,7 @@ from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
 SCALE = 64.0
-"""Softmax scale, and so a row's score at its slot. exp(-SCALE) is negligible against 1 in every dtype."""
+"""Softmax scale, and a row's score at its slot, where q . k is 1. exp(-SCALE) is negligible in every dtype."""
 TOKENS = 32
 """Tokens of a query tile. The tile's 2 H rows are TOKENS x heads."""
 COLUMN = 8

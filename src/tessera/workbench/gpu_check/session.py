@@ -1,6 +1,8 @@
 """State of one run of the GPU script in its child process: where records go, what is left to do, the time left.
 
-An item (one measurement) is done once the current sources have made a record of it without an error. Items without a
+The script runs in pieces (env, correct, time, tune), each of which consists of items. An item is one measurement.
+
+An item is done once the current sources have made a record of it without an error. Items without a
 record run first. Failed items run again after everything else; those that hung, crashed or did not fit into memory run
 only once more. While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a
 process that exceeds the limit, and the next process turns the note into the item's error record. If the note does not
@@ -209,7 +211,10 @@ class Session:
 
 
 class Guard:
-    """Context of Session.guard, a class because lint forbids `except Exception`. It records each error it catches."""
+    """Context of Session.guard. It catches every Exception of its block but Unwritable, and passes it to Session.fail.
+
+    It is a class with `__exit__`, because lint forbids the clause `except Exception`.
+    """
 
     def __init__(self, session: Session, what: What, limit_s: float):
         self.session, self.what, self.limit_s = session, what, limit_s

@@ -29,7 +29,7 @@ DECODE = tuple(
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
 """Calls to time, the most important first, because the time may run out."""
 FIRST = 4
-"""Number of SETTINGS that are timed before the rest of `correct`: SEED_SHAPE, two prefills, one decode."""
+"""Number of SETTINGS that the first pass (`session.first`) times: SEED_SHAPE, two prefills, one decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 MOST_OF_JAX = 0.8
 """Share of jax's memory limit that a call's arrays may take. A larger call is not timed; its record says so."""
@@ -236,9 +236,10 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Record Kascade's attention time over 32 layers, of which 5 are anchors that score and select, against the peer's.
+    """Record Kascade's attention time, compared with that of the peer `best`, for 32 layers, 5 of them anchors.
 
-    A sample adds up the layers' times from one round. The selection is timed here, on random masses.
+    A sample adds up the layers' times from one round. An anchor scores and selects; the selection is timed here, on
+    random masses.
     """
     what = What(op="gpu kascade", kernel="gpu", workload=setting.words(), dtype=setting.dtype)
     by_role = {role: taken[name].device for role in ROLES if (name := f"gpu_{setting.phase}_{role}") in taken}

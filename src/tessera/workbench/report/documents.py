@@ -394,11 +394,11 @@ COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
     *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer"),
 )
-"""Operations whose result only a compiler decides. A record replaces an older one, even of another machine."""
+"""Operations whose result depends only on a compiler. A newer record replaces one even from another machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that no page shows, since newer ones replace them: a repetition, or a later run of gates."""
+    """Return the records that no page shows, because the same measurement or run of gates has a newer record."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]

@@ -53,7 +53,7 @@ def series(record: Record) -> str:
 
 
 def is_prediction(record: Record) -> bool:
-    """Return whether a record's figure comes from a compiler's schedule or a roofline, so that nothing was timed."""
+    """Return whether a record's figure was computed from a compiler's schedule or a roofline, not measured."""
     return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 

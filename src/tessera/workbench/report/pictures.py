@@ -59,7 +59,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
 
 
 def roofline(records: Sequence[Record]) -> Picture | None:
-    """Plot rates over arithmetic intensity, under each machine's roof if a record holds its measured ceilings."""
+    """Plot flops per second against flops per byte, a panel per machine; draw the roof if peak rates were measured."""
     shown = [r for r in records if r.flops and r.bytes and r.flops_per_s and not r.error]
     if not shown:
         return None
@@ -214,7 +214,7 @@ def quality(records: Sequence[Record]) -> Picture | None:
 
 
 def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, label: str) -> None:
-    """Plot a policy's scores on one kind of task over the keys it read, joined in order of length."""
+    """Plot a policy's scores on one kind of task against the share of keys read; a line joins the lengths."""
     own = sorted(own, key=lambda r: r.facts["length"])
     density, mean = ([100 * value for value in column] for column in zip(*((r.mean_density, r.median) for r in own)))
     axes.plot(density, mean, mark + "-", color=colour, markersize=3, linewidth=0.8, alpha=0.6)

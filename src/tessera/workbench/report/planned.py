@@ -42,8 +42,10 @@ TITLES = MappingProxyType(
 
 
 def parts(records: Sequence[Record]) -> str:
-    """Show the predicted time of a layer's parts, one row per form and a column per chip; later forms also as a share
-    of the first."""
+    """Show the predicted time of a layer's parts: a row per form (way to compile the part), a column per chip.
+
+    A part's first form is its baseline: the other forms also show their share of the first form's time.
+    """
     chosen = newest(r for r in records if r.what.op == "part of a layer")
     chips = sorted({r.facts["chip"] for r in chosen})
     found: dict[tuple, dict[str, dict[str, float]]] = {}

@@ -97,7 +97,7 @@ def _prefill(records: Sequence[Record]) -> Row:
 
 
 def _kernels(records: Sequence[Record]) -> Row:
-    """Show the predicted TPU gains, lowest to highest chip, and how many Hopper cases pass every gate."""
+    """Show the lowest and the highest predicted gain over the TPU chips, and how many Hopper cases pass every gate."""
     predicted: dict[str, list[Record]] = {}
     for record in newest(r for r in records if r.what.op == "predicted figure" and r.comparison):
         predicted.setdefault(record.what.workload.rpartition(", ")[0], []).append(record)

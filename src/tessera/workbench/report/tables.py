@@ -19,9 +19,9 @@ from tessera.workbench.report.markdown import (
 )
 
 HELD_OUT = "held-out text"
-"""Prefix of the workload names of records about closeness to dense."""
+"""Start of the workload name of each record that measures closeness to dense."""
 MASS = "attention mass"
-"""Prefix of the workload names of records about the attention mass that a policy keeps."""
+"""Start of the workload name of each record that measures the attention mass kept by a policy."""
 PASS_KEY = "single"
 """The one kind of task in the study of a plan's settings: find a pass key."""
 
@@ -51,7 +51,7 @@ def policies(records: Sequence[Record]) -> Table:
 
 
 def granularity(records: Sequence[Record]) -> Table:
-    """Show KL per token and pass keys found by keys per tile (rows) and queries per tile (columns)."""
+    """Show KL per token and the share of pass keys found: a row per tile size, a column per query tile size."""
     chosen = [r for r in _evaluated(records, "study") if _tiles(r)]
     columns = sorted({_tiles(r)[1] for r in chosen})
     cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
@@ -90,9 +90,9 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's `tessera eval` records: of each policy, only those made with the settings of its newest record.
+    """Select a suite's `tessera eval` records. Drop those whose policy had other settings than in its newest record.
 
-    A question that only an earlier plan answered has an empty cell until it is asked again.
+    The settings include the plan. After a plan changes, a cell stays empty until the new plan answers its question.
     """
     asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
@@ -179,7 +179,7 @@ def _mean_density(tasks: Sequence[Record]) -> str:
 
 
 def amdahl(records: Sequence[Record]) -> Table:
-    """Show a sparse prefill's measured gain and the gain that Amdahl's law predicts from attention's share and gain."""
+    """Show the measured gain of a sparse prefill next to the gain that Amdahl's law predicts (`bench/amdahl.py`)."""
     chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
     rows = []
     for record in chosen:
@@ -203,7 +203,7 @@ def use(records: Sequence[Record]) -> Table:
 
 
 def _used(record: Record | None) -> str:
-    """Format shares of the measured peak rates, and of the data sheet's if the record has them."""
+    """Format the shares that a call used of the measured peak rates and, if stored, of the data sheet's peak rates."""
     if record is None:
         return ""
     pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]
@@ -241,7 +241,7 @@ def tune(records: Sequence[Record]) -> Table:
 
 
 def _search(record: Record) -> str:
-    """Name the search method, and whether the model or chance chose its first candidates."""
+    """Name the search method, and whether the cost model or chance chose its first candidates."""
     method, tried = series(record) or "genetic", record.facts.get("candidates")
     if not tried:
         return method
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe how the shipped config differs from the default; if equal, name the unconfirmed winner, if any."""
+    """Describe how the shipped config differs from the default. If it is the default, also show a refused winner."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format the ratios of time and main-loop cycles to the unchanged kernel's; for that kernel, time and cycles."""
+    """Format a variant's time and main-loop cycles, divided by the unchanged kernel's; for that kernel, undivided."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)

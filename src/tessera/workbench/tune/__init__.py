@@ -54,7 +54,7 @@ class Budget:
     Attributes:
         candidates: number of configs that the search tries, including the default.
         quick: timed calls per candidate in the search.
-        finalists: number of candidates in the final, besides the default.
+        finalists: number of candidates in the final, not counting the default.
         rounds: turns per contender in the final and in the confirmation.
         limit_s: seconds that the child may take per answer, compilation included.
         memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None is nine tenths of the machine's.
@@ -166,7 +166,8 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         on_step: called with a line of text for every candidate and finalist.
 
     Returns:
-        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed"}.
+        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed":
+        number of answers that the journal already held}.
 
     Raises:
         Failed: the default does not run, is wrong, or nothing could be confirmed.
@@ -264,8 +265,11 @@ def _take_turns(
 
 
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
-    """Return the gain on fresh numbers, its interval and the gains at held-out lengths; revert to the default if any of
-    them is below its limit."""
+    """Time winner and default in turns; return the gain on fresh numbers, its interval, the gains at held-out lengths.
+
+    If one of these is below its limit, the result also holds "winner", the default's config, and "refused", the
+    config of the argument `winner`.
+    """
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
     interval = None

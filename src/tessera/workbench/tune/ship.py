@@ -113,7 +113,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
 
 def command(workload: str, role: str, budget: Budget) -> str:
-    """Return the command that repeats a search: candidates, seed, then the other options that are not the default."""
+    """Return the command that repeats a search. It gives candidates, seed, and all options that are not default."""
     given = {"candidates": budget.candidates, "seed": budget.seed}
     given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
