@@ -41,7 +41,7 @@ class Serve:
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
     """Requests that are answered at the same time, below the plan's cross-over and above it."""
     queue: int = 64
-    """Requests that may wait; more are refused with status 429."""
+    """Requests that may be open beyond --slots; more are refused with status 429."""
     dtype: flags.Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
     cache: Literal["auto", "int8"] = "auto"

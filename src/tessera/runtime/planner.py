@@ -26,8 +26,7 @@ WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "i
 CACHES = ("bfloat16", "int8")
 
 SLACK = 0.01
-"""Margin, as a share of the planned bytes. The planner's largest error against the compiler is smaller
-(docs/runtime.md)."""
+"""Margin, as a share of the planned bytes. No step of docs/runtime.md took more than planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
