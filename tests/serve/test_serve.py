@@ -19,7 +19,7 @@ import pytest
 from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
-from tessera.runtime.requests import Failure
+from tessera.runtime.requests import Failure, Request
 from tessera.serve import front, server, warm
 from tessera.serve import load as load_client
 from tessera.serve.app import Site
@@ -322,11 +322,14 @@ def test_slow_headers_end_the_connection(running, monkeypatch):
 
 
 def test_a_full_queue_says_when_to_try_again(running, monkeypatch):
-    monkeypatch.setattr(running.service, "room", 2)
+    monkeypatch.setattr(running.service, "room", 3)
+    held = running.service.submit((Request(prompt=[65], max_new_tokens=200), lambda event: None))
     with pytest.raises(openai.RateLimitError) as refused:
         ask(running, "x", n=3)
     assert refused.value.response.headers["retry-after"] == "1"
-    assert len(ask(running, "x", n=2, max_tokens=1).choices) == 2
+    running.service.cancel(held[0])
+    running.until(lambda: not running.service.open)
+    assert len(ask(running, "x", n=3, max_tokens=1).choices) == 3
 
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeypatch):

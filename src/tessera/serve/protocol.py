@@ -29,8 +29,8 @@ MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHAT_TOKENS = 512
-"""New tokens of a chat that sets no limit, if the model's generation_config.json sets none either. A request of the whole
-context would run under Kascade, however short its prompt is."""
+"""New tokens of a chat that sets no limit, if the model's generation_config.json sets none either. A request that may
+fill the context would run under Kascade, however short its prompt is."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
