@@ -81,8 +81,8 @@ class Kept:
         text_loss, text_loss_dense: mean -ln p of the text.
         text_kept, probes_kept: exp(loss of dense - loss of the policy), per token.
         asked: number of probe answers.
-        found_dense: number of those of which dense gets all tokens right.
-        found: number of `found_dense` of which the policy gets all tokens right too.
+        found_dense: number of probe answers whose tokens dense gets all right.
+        found: number of the answers in `found_dense` whose tokens the policy gets all right too.
         density: keys read / keys visible, over all layers and heads.
         tokens: number of text rows compared.
     """

@@ -35,7 +35,7 @@ NEXT = (
 
 
 def notes(found: Findings) -> list[str]:
-    """Return the verdict, with the answers that Kascade lost, and then the sentences that a reader needs, as a list."""
+    """Return a list of sentences: the verdict with the answers that Kascade lost, then what a reader needs to know."""
     right = {name: found.right(name) for name in SIDES}
     count, total, lost = sum(right["dense"]), len(found.expected), found.lost
     read = quantity(_density(found.sides["kascade"].answers), "fraction")

@@ -177,8 +177,8 @@ class Engine:
     def hold(self, tokens: Sequence[int]) -> Held:
         """Prefill a prefix, cut to whole chunks, under the engine's policy.
 
-        A request that passes the result as `held` starts after the prefix. The row that holds the prefix counts as
-        free: a request with another prefix may take it, and `held` then saves nothing.
+        A request whose field `held` is the returned value starts after the prefix. The row that holds the prefix counts
+        as free: a request with another prefix may take it, and `held` then saves nothing.
         """
         check_tokens(tokens, self.config, "the prefix")
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))

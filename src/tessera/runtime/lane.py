@@ -45,7 +45,7 @@ class Joining(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A step that the device may still be computing; `rows` pairs row numbers of the step's arrays with requests."""
+    """A step that the device may still be computing. `rows` pairs each request with its row in the arrays."""
 
     choice: Choice
     reads: Sequence[Reads]
@@ -89,7 +89,7 @@ class Lane:
         self._due = max(after - (0 if guided else self.lag), int(idle))  # a guide must see a token before the next
 
     def collect(self) -> list[Event]:
-        """Wait for the steps that are due and return their events."""
+        """Wait for the oldest pending steps, as many as `advance` found to be due; return all new events."""
         events, self._failed = self._failed, []
         for _ in range(min(self._due, len(self._pending))):
             events += self._take(self._pending.popleft())
@@ -191,7 +191,8 @@ class Lane:
             self._seen = set_row(seen, choice.seen, np.int32(row))
 
     def _start(self) -> Joining | None:
-        """Move requests from the queue to free rows: a whole batch if all rows are free and wanted, else only one."""
+        """Move requests from the queue to free rows: a whole batch if `together` is set, all rows are free and enough
+        requests wait; else one."""
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
         if not (rows and self.waiting):
@@ -219,7 +220,9 @@ class Lane:
         return Joining(Prefill(session, [ticket.request.prompt for ticket in tickets], start), tickets)
 
     def _make_room(self, num_keys: int, num_tokens: int, *, part: bool = False) -> None:
-        """Grow the cache to `num_keys` keys; raise MemoryError if that or, with `part`, a copied row does not fit."""
+        """Grow the cache to `num_keys` keys if it is smaller; raise MemoryError if the grown cache does not fit.
+
+        With `part`, a cache that need not grow must leave room for a copy of one row."""
         session = self.session
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:

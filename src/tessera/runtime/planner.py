@@ -56,8 +56,8 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Every pair, the index of the first choice (None if nothing fits), and what decides how devices share a prefill
-    chunk (None if they split no heads)."""
+    """Every pair, the index of the first choice (None if nothing fits), and the sizes that decide how devices share a
+    prefill chunk (None if they split no heads)."""
 
     question: Question
     division: Division

@@ -148,7 +148,7 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Keys that rows read, summed over the layers of each role; `own`: keys that layers score to choose tiles."""
+    """Key counts, summed over layers: `own` counts keys that layers score to choose tiles, the others keys read."""
 
     dense: float = 0.0
     score: float = 0.0
@@ -202,7 +202,7 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def _read_s(q: Question, on: Chip, types: Types) -> float:
-    """Seconds in which a device reads its weights once, without an untied embedding, of which a token reads one row."""
+    """Seconds in which a device reads its weights once, except an untied embedding: a token reads one row of it."""
     found = weight_bytes(q.config, types=types, division=q.division)
     table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)

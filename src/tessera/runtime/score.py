@@ -38,8 +38,8 @@ ROWS = 256
 """Rows of logits computed at a time. With a large vocabulary, more rows would not fit in memory."""
 
 PolicyOf = Policy | Callable[[Any], Policy]
-"""A policy, or a function that makes one from an array; both are static under jit. With the function, one program
-serves many arrays: the array is traced, and a policy that holds a traced array could not itself be static."""
+"""A policy, or a function that makes one from an array. Either is a static argument of jit. With a function, one
+program serves many arrays, because the array is traced; a policy that held a traced array could not be static."""
 
 
 class Chunk(NamedTuple):

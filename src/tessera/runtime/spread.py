@@ -1,7 +1,7 @@
 """Choose how the devices of a mesh share a prefill chunk: by heads, as they share weights and cache, or by rows.
 
 By heads, every device computes all rows with its part of the weights, and each layer adds up the activations twice (two
-all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from the same parts;
+all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from all devices;
 only queries, keys, values and outputs move between devices, from rows to heads and back. The cache thus stays split by
 heads, as decode needs it. Bytes that one of n devices sends per layer, for T rows and numbers of b bytes:
 
@@ -23,7 +23,7 @@ ROWS_PER_DEVICE = 16384
 
 
 class Sent(NamedTuple):
-    """Bytes that one device sends per layer of a prefill chunk, if the chunk is shared by heads and if by rows."""
+    """Bytes that one device sends per layer of a prefill chunk, for each way to share the chunk."""
 
     by_heads: float
     by_rows: float
@@ -46,7 +46,7 @@ class Sharing:
     layer_bytes: int
 
     def sent(self, num_rows: int) -> Sent:
-        """Count the bytes of a chunk with `num_rows` rows over all sequences, by the module's formulas."""
+        """Count the bytes by the module's formulas, for a chunk with `num_rows` rows, all sequences together."""
         share, config = (self.devices - 1) / self.devices, self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize
@@ -62,10 +62,9 @@ class Sharing:
         return int(fixed // saved) + 1 if saved > 0 else None
 
     def by_rows(self, batch: int, rows: int) -> bool:
-        """Return whether the devices share a prefill chunk by rows instead of by heads.
+        """Decide how to share a chunk with `rows` rows per sequence: True is by rows, False by heads.
 
-        The chunk has `rows` rows per sequence. It is shared by rows if that sends fewer bytes and the number of devices
-        divides `rows`.
+        It is shared by rows if that sends fewer bytes and the number of devices divides `rows`.
         """
         least = self.break_even
         return least is not None and batch * rows >= least and rows % self.devices == 0
@@ -73,8 +72,8 @@ class Sharing:
     def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
         """Return the longest chunk that a prefill can share by rows, in rows per sequence; None to share by heads.
 
-        The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`, and puts
-        at most `rows_per_device` rows of all sequences on one device.
+        The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`. One
+        device gets at most `rows_per_device` rows, all sequences together.
         """
         most = min(rows_per_device, ROWS_PER_DEVICE) * self.devices
         size = unit

@@ -3,6 +3,9 @@
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
 a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
 activations; both are linear in length.
+
+On a mesh with a context axis, that axis deals each sequence's positions to its devices in runs of `stripe` positions
+(`attention/context.py`). `stripe` is None otherwise.
 """
 
 from collections import deque
@@ -89,7 +92,7 @@ def prefill_chunk(
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
     For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument `last_BD` is
-    not donated, because the host waits for that array to learn how far the device is.
+    not donated: after dispatching this chunk, the host waits for it, and so for the chunk before (`Prefill.advance`).
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -399,16 +402,17 @@ def stripe_rows(query_tile: int, parts: int) -> int:
 
 
 def sharing(params: Params, config: ModelConfig) -> Sharing:
-    """Return what decides how the devices of the weights' mesh share a prefill chunk."""
+    """Return the sizes that decide whether the devices of the weights' mesh share a chunk by heads or by rows."""
     layer_bytes = sum(map(quant.num_bytes, jax.tree.leaves(params.layers))) // config.num_layers
     devices = num_parts(mesh_of(params))
     return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
 
 
 def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
-    """Return the length of chunks that the devices share by rows; None to share by heads. See `Sharing.chunk`.
+    """Return the rows per sequence of a chunk that the devices share by rows; None to share by heads.
 
-    On each device, a chunk's activations take at most as many bytes as the weights.
+    The length is `unit` times a power of two; see `Sharing.chunk`. On each device, the chunk's activations take at most
+    as many bytes as the device's weights.
     """
     mesh = mesh_of(params)
     if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
@@ -418,7 +422,7 @@ def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: i
 
 
 def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
-    """Estimate the bytes of one row's activations: residual, projections, the MLP's halves, and float32 copies."""
+    """Estimate the bytes of one row's activations: residual, attention, MLP, and a float32 copy of each."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
     return width * (itemsize + 4)

@@ -180,7 +180,7 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """Store a layer's choice for the layers that reuse it: its masses with `budgets`, else its selection."""
+        """Store what the layers that reuse this layer's choice need: with `budgets` its masses, else its selection."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)

@@ -47,8 +47,8 @@ FIELDS = MappingProxyType(
 MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
 COUNTED = ("asked", "found_dense", "found", "tokens")
 MAX_MEASURED = 1_000_000
-"""Largest number that a plan's promise may hold under a name in MEASURED. MEASURED and COUNTED name what was measured;
-`calibration.search.Kept` documents each name."""
+"""Maximum of each value in a plan's promise whose name is in MEASURED. `calibration.search.Kept` documents the names in
+MEASURED and COUNTED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
 
 
 def check_choice(found: Any) -> None:
-    """Raise ValueError unless each field that a plan and its policy share is valid."""
+    """Raise ValueError unless `found`, a plan or its policy, has a valid tile, fraction, cheap scores and `heads`."""
     AttentionSpec(tile=found.tile, query_tile=found.query_tile)
     check_budget(found.fraction, found.minimum, found.local, found.sinks)
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
