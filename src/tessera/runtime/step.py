@@ -3,9 +3,7 @@
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
 a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
 activations; both are linear in length.
-
-On a mesh with a context axis, that axis deals each sequence's positions to its devices in runs of `stripe` positions
-(`attention/context.py`). `stripe` is None otherwise.
+With `stripe`, a mesh deals each sequence to devices in runs of so many positions (`attention/context.py`).
 """
 
 from collections import deque
@@ -411,8 +409,7 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
 def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
     """Return the rows per sequence of a chunk that the devices share by rows; None to share by heads.
 
-    The length is `unit` times a power of two; see `Sharing.chunk`. On each device, the chunk's activations take at most
-    as many bytes as the device's weights.
+    See `Sharing.chunk`. On each device, the chunk's activations take at most as many bytes as the weights.
     """
     mesh = mesh_of(params)
     if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
