@@ -250,6 +250,22 @@ def order_of_rows(count: int, heads: int) -> np.ndarray:
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
+def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Read a tensor's rows as bytes, `step` rows at a time; yield the first row's number and uint8 [rows,row_bytes].
+
+    Raises:
+        ValueError: the file was cut short since it was opened.
+    """
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset + rows.start * row_bytes)
+        for start in range(rows.start, rows.stop, step):
+            count = min(step, rows.stop - start)
+            raw = np.fromfile(file, np.uint8, count * row_bytes)
+            if raw.size != count * row_bytes:
+                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
+            yield start, raw.reshape(count, row_bytes)
+
+
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the dequantised values of these rows and columns, several of the file's rows at a time, as float32."""
     import gguf  # the import takes half a second, and reading a header does not need it
@@ -259,19 +275,13 @@ def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Itera
     first, end = columns.start // unit, -(-columns.stop // unit)  # quantised blocks of a row
     cut = slice(columns.start - first * unit, columns.stop - first * unit)
     step, row_bytes = max(BLOCK_VALUES // width, 1), width // unit * unit_bytes
-    with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset + rows.start * row_bytes)
-        for start in range(rows.start, rows.stop, step):
-            count = min(step, rows.stop - start)
-            raw = np.fromfile(file, np.uint8, count * row_bytes)
-            if raw.size != count * row_bytes:
-                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
-            raw = raw.reshape(count, row_bytes)[:, first * unit_bytes : end * unit_bytes]
-            with np.errstate(all="ignore"):  # infinite scales are refused below
-                values = gguf.dequantize(np.ascontiguousarray(raw).reshape(1, -1), kind).reshape(count, -1)[:, cut]
-            if not np.isfinite(values).all():
-                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
-            yield slice(start, start + count), values
+    for start, raw in raw_rows(name, tensor, rows, row_bytes, step):
+        count, raw = len(raw), raw[:, first * unit_bytes : end * unit_bytes]
+        with np.errstate(all="ignore"):  # infinite scales are refused below
+            values = gguf.dequantize(np.ascontiguousarray(raw).reshape(1, -1), kind).reshape(count, -1)[:, cut]
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+        yield slice(start, start + count), values
 
 
 def _read_tensor_table(header: _Header, count: int, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:

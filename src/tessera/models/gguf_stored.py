@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tessera.models.gguf_file import GgufTensor, order_of_rows
+from tessera.models.gguf_file import GgufTensor, order_of_rows, raw_rows
 
 KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
 """GGUF tensor type -> kind of `Quantised` values, for the types that are kept as stored."""
@@ -43,18 +43,13 @@ def read_stored(
     row_bytes = inputs // BLOCK * tensor.layout.num_bytes
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
     step = max(READ_BYTES // row_bytes, 1)
-    with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset + rows.start * row_bytes)
-        for start in range(rows.start, rows.stop, step):
-            count = min(step, rows.stop - start)
-            raw = np.fromfile(file, np.uint8, count * row_bytes)
-            if raw.size != count * row_bytes:
-                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
-            blocks = raw.reshape(count, inputs // BLOCK, -1)[:, columns.start // BLOCK : columns.stop // BLOCK]
-            taken = _taken_apart(blocks, kind)
-            if not all(np.isfinite(part).all() for part in taken[1:] if part is not None):
-                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
-            yield slice(start, start + count) if order is None else order[start : start + count], *taken
+    for start, raw in raw_rows(name, tensor, rows, row_bytes, step):
+        count = len(raw)
+        blocks = raw.reshape(count, inputs // BLOCK, -1)[:, columns.start // BLOCK : columns.stop // BLOCK]
+        taken = _taken_apart(blocks, kind)
+        if not all(np.isfinite(part).all() for part in taken[1:] if part is not None):
+            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+        yield slice(start, start + count) if order is None else order[start : start + count], *taken
 
 
 def _taken_apart(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

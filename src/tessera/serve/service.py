@@ -37,15 +37,13 @@ class Job:
         request: what to generate.
         deliver: called on the service's thread with each event; the last is an End or a Failure.
         id: the engine's number for the request; None until the engine has the request.
-        queued_s, first_s, last_s: times of the request, of its first token and of its newest token, on the clock of
-            time.perf_counter.
+        queued_s, last_s: times of the request and of its newest token, on the clock of time.perf_counter.
     """
 
     request: Request
     deliver: Callable[[Event], None]
     queued_s: float
     id: int | None = None
-    first_s: float | None = None
     last_s: float | None = None
     cancelled: bool = False
 
@@ -195,8 +193,8 @@ class Service:
             del self._jobs[event.id]
             self.metrics.ended(event, now_s - job.queued_s)
         else:
-            self.metrics.token(first=job.first_s is None, seconds=now_s - (job.last_s or job.queued_s))
-            job.first_s, job.last_s = job.first_s or now_s, now_s
+            self.metrics.token(first=job.last_s is None, seconds=now_s - (job.last_s or job.queued_s))
+            job.last_s = now_s
         if not job.cancelled:
             job.deliver(event)
 

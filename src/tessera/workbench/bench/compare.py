@@ -130,7 +130,7 @@ def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
 
 
 def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
-    """Compute the change of one figure from (record, peer's record) of each set; None stands for a missing peer.
+    """Compute the change of one figure from (record, peer's record) of each set; None means that there is no peer.
 
     The ratio to the peer is compared if both sets have the peer's record, else the median.
     """
