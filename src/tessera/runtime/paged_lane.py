@@ -37,7 +37,6 @@ from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import Scheduler, Work
 from tessera.sparse.contract import Policy, Reads
 
-
 NO_ROOM = "the request alone needs more pages than are not pinned"
 
 
@@ -159,7 +158,7 @@ class PagedLane:
             if row is not None and not row.ticket.open:
                 self.slots[index] = None
         for id in [id for id, row in self._rows.items() if not row.ticket.open]:
-            self.prefix.release(self._rows.pop(id).pages)
+            self.prefix.pages.release(self._rows.pop(id).pages)
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""
@@ -177,7 +176,7 @@ class PagedLane:
             matched = self.prefix.match(self._matchable(row))
             need = ceil_div(row.ticket.answer.prompt_tokens, self.pool.paging.page) + 1 - len(matched)
             if self._running and need > self.prefix.available:
-                self.prefix.release(matched)
+                self.prefix.pages.release(matched)
                 return  # nobody overtakes: the pages that come free next are this request's
             self._enter(row, free.pop(0), matched)
 
@@ -229,7 +228,7 @@ class PagedLane:
         self.slots[index], row.ticket.row, row.pages = row, index, matched
         unit, page = self.pool.paging.unit, self.pool.paging.page
         usable = len(matched) * page // unit * unit
-        self.prefix.release(matched[usable // page :])
+        self.prefix.pages.release(matched[usable // page :])
         row.pages = matched[: usable // page]
         row.work.position = row.ticket.position = usable
         if row.saved is None:
@@ -314,11 +313,12 @@ class PagedLane:
     def _skip(self, row: Row) -> None:
         """Take over pages of the prompt that another request has computed meanwhile."""
         page, start = self.pool.paging.page, row.work.position
-        if row.saved is not None or start != len(row.pages) * page:
+        wanted = self._matchable(row)[len(row.pages) :]
+        if row.saved is not None or start != len(row.pages) * page or not wanted or wanted[0] not in self.prefix:
             return
-        found = self.prefix.match(self._matchable(row)[len(row.pages) :])
-        usable = len(found) * page // self.pool.paging.unit * self.pool.paging.unit // page
-        self.prefix.release(found[usable:])
+        found = self.prefix.match(wanted)
+        usable = len(found) - len(found) % (self.pool.paging.unit // page)
+        self.prefix.pages.release(found[usable:])
         if usable:
             row.pages += found[:usable]
             row.shared = len(row.pages)
@@ -329,7 +329,8 @@ class PagedLane:
         """Offer a full page of the prompt to later requests."""
         parent = row.hashes[index - 1] if index else None
         row.pages[index] = self.prefix.publish(row.hashes[index], parent, row.pages[index])
-        row.shared = max(row.shared, index + 1)
+        if row.shared == index and not self.prefix.pages.writable(row.pages[index]):
+            row.shared += 1
 
     def _begin(self, row: Row, last: jax.Array) -> None:
         """Choose the first token of an answer."""
@@ -379,7 +380,7 @@ class PagedLane:
                 row.goal = row.shared * self.pool.paging.page
             self.waiting.appendleft(row.ticket)
         self.slots[row.ticket.row] = None
-        self.prefix.release(row.pages)
+        self.prefix.pages.release(row.pages)
         row.pages, row.work.position = [], 0
 
     def _return(self, row: Row) -> None:

@@ -8,13 +8,13 @@ a function of the model, the policy and the tokens up to the page's end, and seq
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.core.files import sources
 from tessera.core.mesh import mesh_of, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, keep_split
@@ -112,14 +112,15 @@ class Pool:
 
     def salt(self) -> bytes:
         """Digest everything besides its tokens that a page's contents depend on."""
-        device = jax.devices()[0]
         return salt(
             weights=fingerprint(self.params, self.config),
             plan=repr(self.policy),
             dtype=f"{self.dtype} {jax.tree.leaves(self.cache)[0].dtype}",
             unit=self.paging.unit,
             crossover=self.boundary(0, self.width * self.paging.page),
-            kernels=f"{version('tessera-attention')} {version('jax')} {device.device_kind} {self.paging.sizes}",
+            # `dispatch` chooses kernels and their configs by the device, the sizes and the tables among the sources.
+            kernels={"device": jax.devices()[0].device_kind, "rows": str(self.paging.sizes), "keys": str(self.width)},
+            code=f"{sources()} jax {jax.__version__}",
         )
 
     def policy_at(self, position: int) -> Policy:
