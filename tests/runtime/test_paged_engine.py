@@ -199,7 +199,7 @@ def test_no_page_is_lost_when_requests_are_cancelled_at_any_step(model):
     engine.step()
     [lane] = engine.lanes.values()
     pages = lane.prefix.pages
-    assert lane.usage == 0
+    assert engine.pool_state.usage == 0
     assert len(pages.free) + len(pages.cached) == pages.size - 1
 
 

@@ -28,7 +28,7 @@ from tessera.runtime.lane import Lane
 from tessera.runtime.paged_lane import PagedLane
 from tessera.runtime.pool import Paging, Pool
 from tessera.runtime.prefix import Prefix
-from tessera.runtime.requests import End, Event, Failure, Held, Request, Ticket, Token, check_tokens
+from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
 from tessera.runtime.scheduler import LinearCosts, Scheduler
 from tessera.runtime.step import Session, require_room
@@ -101,6 +101,18 @@ class Engine:
         """Number of requests that wait for a row."""
         queues = (self._waiting, *(lane.waiting for lane in self.lanes.values()))
         return sum(ticket.open for queue in queues for ticket in queue)
+
+    @property
+    def pool_state(self) -> PoolState | None:
+        """How full the pool of pages is; None without pages, or before the first request."""
+        lane = self.lanes.get(self.policy)
+        return lane.state if isinstance(lane, PagedLane) else None
+
+    def policy_of(self, num_keys: int) -> Policy:
+        """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
+        if self.paging is None:
+            return self.policy.at_length(num_keys)
+        return self.policy.at_position(num_keys - 1, self.paging.unit)
 
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.

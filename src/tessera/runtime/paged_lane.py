@@ -32,7 +32,7 @@ from tessera.runtime.choosing import (
 )
 from tessera.runtime.pool import Pool
 from tessera.runtime.prefix import Prefix
-from tessera.runtime.requests import Event, Held, Ticket
+from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import Scheduler, Work
 from tessera.sparse.contract import Policy, Reads
@@ -105,10 +105,10 @@ class PagedLane:
         return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
 
     @property
-    def usage(self) -> float:
-        """Share of the pool's pages that requests use."""
-        pages = self.prefix.pages
-        return 1 - (len(pages.free) + len(pages.cached)) / (pages.size - 1)
+    def state(self) -> PoolState:
+        """How full the pool is."""
+        count = self.prefix.pages.size - 1
+        return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 
     def advance(self) -> None:
         """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""

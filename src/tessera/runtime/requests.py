@@ -123,6 +123,20 @@ class Failure(NamedTuple):
 Event = Token | End | Failure
 
 
+class PoolState(NamedTuple):
+    """How full an engine's pool of pages is.
+
+    Attributes:
+        usage: share of the pages that requests use; pages that are only cached do not count.
+        cached: share of the pages that no request uses and whose contents are kept.
+        preempted: requests that gave their pages to others so far.
+    """
+
+    usage: float
+    cached: float
+    preempted: int
+
+
 @dataclass(kw_only=True, eq=False)
 class Ticket:
     """A request inside an engine.
