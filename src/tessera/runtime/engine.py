@@ -30,7 +30,6 @@ from tessera.runtime.pool import Paging, Pool
 from tessera.runtime.prefix import Prefix
 from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
-from tessera.runtime.scheduler import LinearCosts, Scheduler
 from tessera.runtime.step import Session, require_room
 from tessera.sparse.contract import Policy
 
@@ -279,9 +278,4 @@ class Engine:
     def _open_pool(self) -> PagedLane:
         pool = Pool(self.params, self.config, self.policy, context=self.num_keys, paging=self.paging, cache=self.cache)
         prefix = Prefix(Pages(self.paging.num_pages, self.paging.page), pool.salt())
-        scheduler = Scheduler(
-            LinearCosts(),
-            unit=self.paging.unit,
-            sizes=tuple(n // self.paging.unit for n in reversed(self.paging.sizes)),
-        )
-        return PagedLane(pool, prefix, scheduler, slots=self.slots, lag=self.lag)
+        return PagedLane(pool, prefix, slots=self.slots, lag=self.lag)

@@ -34,9 +34,15 @@ from tessera.runtime.pool import Pool
 from tessera.runtime.prefix import Prefix
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
-from tessera.runtime.scheduler import Scheduler, Work
+from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
 from tessera.sparse.contract import Policy, Reads
 
+GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
+"""Seconds of a step before any is measured; `warm` measures them."""
+STEP_S = 0.1
+"""Seconds that a step beside decoding rows may take before any is measured."""
+STRETCH = 2.0
+"""How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
 NO_ROOM = "the request alone needs more pages than are not pinned"
 
 
@@ -83,13 +89,16 @@ class PagedLane:
     Args:
         pool: the pool, empty.
         prefix: which pages hold which tokens.
-        scheduler: decides about order and amounts.
         slots: maximum number of requests that run.
         lag: steps that the device runs ahead of the host.
     """
 
-    def __init__(self, pool: Pool, prefix: Prefix, scheduler: Scheduler, *, slots: int, lag: int):
-        self.pool, self.prefix, self.scheduler, self.lag = pool, prefix, scheduler, lag
+    def __init__(self, pool: Pool, prefix: Prefix, *, slots: int, lag: int):
+        self.pool, self.prefix, self.lag = pool, prefix, lag
+        unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
+        self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
+        self._began_s = 0.0
         self.slots: list[Row | None] = [None] * slots
         self.waiting: deque[Ticket] = deque()
         self.preempted = 0
@@ -112,6 +121,7 @@ class PagedLane:
 
     def advance(self) -> None:
         """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""
+        self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
         self._admit()
         before = len(self._pending)
@@ -124,6 +134,9 @@ class PagedLane:
     def collect(self) -> list[Event]:
         """Wait for the oldest pending steps, as many as `advance` found to be due; return all new events."""
         self._drain(self._due)
+        if self.lag == 0 and any(self._did):  # else the step has not ended
+            seconds = time.perf_counter() - self._began_s
+            self.scheduler.costs = self.scheduler.costs.observed(*self._did, seconds)
         events, self._events = self._events, []
         return events
 
@@ -135,6 +148,7 @@ class PagedLane:
         """Run every program of an empty lane once; return their number."""
         methods, mesh, slots = tuple(methods), self.pool.mesh, len(self.slots)
         count, vocab_size = self.pool.warm(), self.pool.config.vocab_size
+        self._measure()
         batches = tuple(dict.fromkeys((1, *self.pool.paging.batches)))
         count += sum(warm_choices(methods, batch, vocab_size, mesh) for batch in batches)
         arrays = [np.zeros(slots, np.int32)]
@@ -147,6 +161,16 @@ class PagedLane:
                 rows = np.full(batch, slots, np.int32)
                 jax.block_until_ready(set_rows(whole, take_rows(whole, rows), rows))
         return count + len(arrays) * (1 + 2 * len(self.pool.paging.batches))
+
+    def _measure(self) -> None:
+        """Fit the scheduler's costs to steps of every program, beside few keys and beside many."""
+        samples = [
+            (prefill, decode, min(self.pool.time(prefill, decode) for _ in range(2)))
+            for prefill, decode in self.pool.examples()
+        ]
+        self.scheduler.costs = LinearCosts.fit(samples)
+        keys = self.pool.width * self.pool.paging.page // 2
+        self.scheduler.step_s = STRETCH * self.scheduler.costs.step_s([], [keys] * len(self.slots))
 
     @property
     def _running(self) -> list[Row]:
@@ -269,6 +293,7 @@ class PagedLane:
         self._token = set_rows(self._token, choice.token, index)
         if choice.seen is not None:
             self._seen = set_rows(self._seen, choice.seen, index)
+        self._did[1].extend(row.num_keys for row in rows)
         self._note(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)])
         for row in rows:
             row.work.generated = row.ticket.chosen
@@ -296,6 +321,7 @@ class PagedLane:
             if not self._grow(row, end):
                 return
             last, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            self._did[0].append((start, size))
             row.work.position = row.ticket.position = end
             room -= size
             for index in range(start // page, end // page):

@@ -6,6 +6,7 @@ are. Which policy a row runs under depends on its position alone (`Policy.at_pos
 a function of the model, the policy and the tokens up to the page's end, and sequences can share pages.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -186,6 +187,24 @@ class Pool:
     def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
         """Compute the next-token logits of a prefill's last row."""
         return read_head(self.params, last)
+
+    def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
+        """Return work, as `Scheduler` counts it, whose times tell those of all other work."""
+        last = self.width * self.paging.page
+        prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
+        decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
+        return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
+
+    def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
+        """Return the seconds of some work, done on the null page."""
+        began_s = time.perf_counter()
+        for start, size in prefill:
+            self.prefill([0] * size, start, [], size)
+        if decode:
+            token = put(np.zeros(len(decode), np.int32), self.mesh)
+            self.decode(self.policy_at(decode[0] - 1), token, [keys - 1 for keys in decode], [[]] * len(decode))
+        jax.block_until_ready(self.cache)
+        return time.perf_counter() - began_s
 
     def save(self, pages: Sequence[int]) -> list[Cache]:
         """Copy pages to the host."""
