@@ -21,7 +21,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,18 +81,20 @@ class Prefix:
     Args:
         pages: the pool.
         salt: result of `salt`.
+        on_evict: called with the hash and the page before a page is evicted, children before parents: copy its contents
+            now or never.
 
     Attributes:
         query_tokens: tokens of all full pages looked for by `match`.
         hit_tokens: tokens of those that it found.
     """
 
-    def __init__(self, pages: Pages, salt: bytes):
+    def __init__(self, pages: Pages, salt: bytes, on_evict: Callable[[bytes, int], None] | None = None):
         if not salt:
             raise ValueError(f"{salt=} is empty: build it with tessera.runtime.prefix.salt")
         self.pages = pages
         self.hit_tokens = self.query_tokens = 0
-        self._salt = salt
+        self._salt, self._on_evict = salt, on_evict
         self._held: dict[bytes, _Held] = {}
         self._hash: dict[int, bytes] = {}  # by page
         self._pins: Counter[bytes] = Counter()
@@ -195,15 +197,19 @@ class Prefix:
                     f"{len(victims)} can be evicted: wait for a request to end"
                 )
             for page in victims:
+                if self._on_evict:
+                    self._on_evict(self._hash[page], page)
                 self._drop(self._hash[page])
-            self.pages.evict(victims)
+                self.pages.evict([page])
         return self.pages.allocate(count)
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Withdraw pages whose contents are bad (NaN), and all that continue them; pages never published are skipped.
+    def forget(self, pages: Iterable[int]) -> list[bytes]:
+        """Withdraw pages whose contents are bad (NaN), and all that continue them; return their hashes.
 
-        No later `publish` brings their hashes back. Sequences that use a withdrawn page keep it until they release it.
+        No later `publish` brings these back. Sequences that use a withdrawn page keep it until they release it. Pages
+        that were never published are skipped.
         """
+        withdrawn = []
         for page in pages:
             if page in self._hash:
                 self._forgotten.add(self._hash[page])
@@ -211,6 +217,8 @@ class Prefix:
                 logger.warning("prefix cache: withdrew page %s and the %s that continue it", page, len(gone) - 1)
                 for name in reversed(gone):
                     self._withdraw(name)
+                withdrawn += gone
+        return withdrawn
 
     def pin(self, hashes: Sequence[bytes]) -> None:
         """Keep held pages until as many calls of `unpin`: a pin is a user of each page.
