@@ -21,7 +21,7 @@ MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip that this machine lacks; report if it fits, its use of the chip, and a time.
+    """Compile an attention kernel for a chip that this machine lacks. Report whether it fits and how it uses the chip.
 
     Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 if no kernel
     takes the call; 3 if the compiler was stopped at --limit-s.

@@ -95,7 +95,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
     stats: bool = False
-    """Also print, on standard error, tokens, rates and shares of the device's peak rates; a CPU measures these first."""
+    """Also print, on standard error, tokens, rates and shares of the device's peak rates, measured first on a CPU."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""

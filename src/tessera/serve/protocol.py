@@ -297,11 +297,7 @@ class DetokenizeBody(Schema):
 class Refusal(Exception):
     """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
 
-    Args:
-        status: HTTP status.
-        message: what is wrong, and what to do.
-        param: the body's field that is wrong, if there is one.
-        retry_s: seconds after which the client may try again, for the header Retry-After; None sends no header.
+    `param` names the body's wrong field. After `retry_s` seconds (header Retry-After), the client may try again.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
@@ -437,8 +433,7 @@ def usage(
         policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
 
     Returns:
-        OpenAI's counts, and under "tessera" the policies and the density: the share of the visible keys that attention
-            read, averaged over the answers.
+        OpenAI's counts, and under "tessera" the policies and the answers' mean density: keys read / keys visible.
     """
     new = sum(len(generation.tokens) for generation in generations)
     density = sum(generation.density for generation in generations) / max(len(generations), 1)
