@@ -1,4 +1,4 @@
-"""The flags of `tessera serve`. Heavy imports wait until it runs."""
+"""The flags of `tessera serve`. Heavy modules are imported only when it runs."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What every request passes before its route: the API key, limits on its body, a request id, and one line of log."""
+"""ASGI middleware before every route: check the API key, limit the body, set a request id, log one line."""
 
 import asyncio
 import hmac

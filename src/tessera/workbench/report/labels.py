@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
 ROOM = (11.0, 9.0)
-"""Printer's points (x, y). Two texts of font size 7 overlap if their centres are closer than this in both."""
+"""Printer's points (x, y). Texts of font size 7 overlap if their centres are closer than this in both directions."""
 RADII = (10, 14, 19, 25, 32, 40, 49, 59)
 """Printer's points. Distances from a mark to its text, in the order tried."""
 NEAR = RADII[1]
