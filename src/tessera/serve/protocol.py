@@ -316,7 +316,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
-        # A union reports one error per alternative: take one of the right JSON type, then the deepest.
+        # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
         errors = error.errors(include_url=False, include_context=False)
         found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     field = ".".join(str(part) for part in found["loc"] if not _is_type(part)) or None

@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
             return
         logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.site.service.open)
         self.site.service.drain()
-        if self._loop is None:  # it has not started
+        if self._loop is None:  # `serve` has not started yet
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._end)
