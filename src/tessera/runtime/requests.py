@@ -49,7 +49,7 @@ class Request:
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
         stop: texts that end the answer; the answer is cut before the first that appears.
         sampling: sampling parameters.
-        seed: seed of the draws; a draw depends on nothing else but the logits and the step.
+        seed: seed of the draws; with it, only the logits and the step decide a draw.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
         top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
         guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the

@@ -206,7 +206,7 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
 def requests_of(
     site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` per prompt, with the seeds `seed`, `seed + 1`, ... of the body.
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...; s is the body's or random.
 
     Raises:
         Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.

@@ -118,7 +118,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 def safe_end(text: str) -> int:
     """Return how many characters of a growing answer cannot be part of a call.
 
-    They end at <tool_call>, or at an end of the answer that the next piece may complete to <tool_call>.
+    They end before <tool_call>, or before a last part that further text may complete to <tool_call>.
     """
     at = text.find(OPEN)
     if at >= 0:
