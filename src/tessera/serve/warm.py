@@ -26,7 +26,7 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Sampling parameters; batches that mix them use every sampling program."""
+"""Sampling parameters whose mixtures, one per batch, together need every sampling program."""
 SIZES = {"cpu": (64, 64, (512,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
 """By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
 BATCHES = (4, 16, 64)
@@ -35,6 +35,10 @@ BATCHES = (4, 16, 64)
 
 def context_that_fits(model: Model, wanted: int | None) -> int:
     """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until its keys fit.
+
+    Args:
+        model: the model to serve.
+        wanted: maximum tokens of prompt and answer together.
 
     Raises:
         ValueError: `wanted` exceeds the model's context.
@@ -101,7 +105,15 @@ def grammars_for(model: Model) -> Grammars | None:
 def start(
     model: Model, *, context: int, slots: int, queue: int, pages: int | None = None, exact: bool = False
 ) -> Service:
-    """Start a service, which refuses requests until it has compiled its programs."""
+    """Start a service, which refuses requests until it has compiled its programs.
+
+    Args:
+        model: the model to serve.
+        context: maximum tokens of a request, prompt and answer together.
+        slots: number of requests that run at a time.
+        queue: maximum number of requests that wait for a slot.
+        pages, exact: see `paging_for`.
+    """
     paging = paging_for(model, slots=slots, context=context, pages=pages, exact=exact)
 
     def build() -> Engine:
