@@ -122,11 +122,14 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty or longer than the context, a token of the prompt or of `bias` is outside
-                the vocabulary, or the request has `stop` texts and the model has no tokenizer.
+                the vocabulary, the request has `stop` texts and the model has no tokenizer, or it has
+                `prompt_logprobs` and the engine no pages.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
+        if request.prompt_logprobs is not None and self.paging is None:
+            raise ValueError(f"prompt_logprobs={request.prompt_logprobs} needs an engine with pages: pass paging")
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
         wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
         if wrong:

@@ -32,6 +32,7 @@ from tessera.runtime.choosing import (
 )
 from tessera.runtime.pool import Pool
 from tessera.runtime.prefix import Prefix
+from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
@@ -243,6 +244,8 @@ class PagedLane:
         """Return the hashes of the pages that need no prefill if they are held: whole units, never the last token."""
         if row.saved is not None:
             return row.hashes[: row.shared]
+        if row.ticket.request.prompt_logprobs is not None:
+            return []  # every row's hidden state is needed
         unit = self.pool.paging.unit
         whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
         return row.hashes[: whole // self.pool.paging.page]
@@ -260,6 +263,7 @@ class PagedLane:
             row.ticket.reused = row.ticket.reused if row.entered else usable
             row.entered = True
             row.reads = {start: reads for start, reads in row.reads.items() if start < usable}
+            row.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
         elif not row.prefilling:
             self._return(row)
 
@@ -320,7 +324,9 @@ class PagedLane:
             end = start + min(size, left)
             if not self._grow(row, end):
                 return
-            last, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            rows, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            if row.ticket.request.prompt_logprobs is not None and row.saved is None:
+                row.ticket.scored[start] = self.pool.score(rows, following(prompt, start, size))
             self._did[0].append((start, size))
             row.work.position = row.ticket.position = end
             room -= size
@@ -332,7 +338,7 @@ class PagedLane:
             if row.prefilling:
                 continue
             if row.saved is None:
-                self._begin(row, last)
+                self._begin(row, rows.last)
             else:
                 self._return(row)
 
