@@ -105,7 +105,7 @@ class Engine:
     def pool_state(self) -> PoolState | None:
         """How full the pool of pages is; None without pages, or before the first request."""
         lane = self.lanes.get(self.policy)
-        return lane.state if isinstance(lane, PagedLane) else None
+        return lane.state() if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
         """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""

@@ -114,9 +114,9 @@ class PagedLane:
         """Whether any request waits or runs."""
         return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
 
-    @property
     def state(self) -> PoolState:
-        """How full the pool is."""
+        """Free the pages of requests that ended, and return how full the pool is."""
+        self._release()
         count = self.prefix.pages.size - 1
         return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 

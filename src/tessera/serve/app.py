@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's completions and chat completions, tokens, health and metrics."""
+"""The HTTP routes: OpenAI's completions and chat completions, tokens, health, metrics, and a page to chat on."""
 
 import asyncio
 import json
@@ -11,12 +11,13 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from tessera.generate import Model
 from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.grammar import Grammars
+from tessera.serve.page import page
 from tessera.serve.protocol import (
     CHAT_TOKENS,
     ChatBody,
@@ -109,6 +110,12 @@ def create(site: Site) -> FastAPI:
     async def models() -> dict:
         owned = {"id": site.name, "object": "model", "owned_by": "tessera", "max_model_len": site.context}
         return {"object": "list", "data": [owned]}
+
+    html, headers = page()
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(html, headers=headers)
 
     _add_tokens(app, site)
     _add_state(app, site.service)
