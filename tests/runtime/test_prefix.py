@@ -149,17 +149,20 @@ class Requests(RuleBasedStateMachine):
         chain = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         self.prefix.unpin(self.prefix.hashes(chain[-1][1:], chain[-1][0]))
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.rows or self.held)
     @rule(data=st.data())
     def forget(self, data):
         """A bad page also spoils what its users compute after it."""
-        pages = data.draw(st.sampled_from(self.rows)).pages
+        pages = data.draw(st.sampled_from([*(row.pages for row in self.rows), sorted(self.held.values())]))
         bad = pages[data.draw(st.integers(0, len(pages))) :][:2]
-        self.prefix.forget(bad)
+        gone = self.prefix.forget(bad)
+        assert len(gone) == len(set(gone))
+        before = len(self.held)
         for key in [key for key, page in self.held.items() if page in bad]:
             self.banned.add(key)
             for other in [other for other in self.held if other[: len(key)] == key]:
                 self.contents[self.held.pop(other)] = None
+        assert len(gone) == before - len(self.held)
         for row in self.rows:
             spoilt = [i for i, page in enumerate(row.pages) if self.contents.get(page, 0) is None]
             self.contents |= dict.fromkeys(row.pages[spoilt[0] :] if spoilt else [], None)
@@ -292,6 +295,10 @@ def test_bad_calls_are_refused_and_change_nothing():
     with pytest.raises(ValueError, match="cannot pin page 1 of 2"):
         prefix.pin(hashes + other)
     with pytest.raises(ValueError, match="cannot unpin page 0 of 1"):
+        prefix.unpin(hashes)
+    prefix.pin(hashes)
+    prefix.unpin(hashes)
+    with pytest.raises(ValueError, match="cannot unpin page 0 of 1"):  # would release the page under its user
         prefix.unpin(hashes)
     assert prefix.publish(hashes[0], None, pages[0]) == pages[0]
     assert prefix.pages.references(pages[0]) == 1
