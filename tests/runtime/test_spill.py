@@ -169,6 +169,23 @@ def test_evicted_pages_come_back_from_disk(tmp_path):
     assert found == [None, [np.array(8)], [np.array(9)]]
 
 
+def test_what_the_system_refuses_is_said(tmp_path, caplog):
+    """A folder in the place of a page: it can be neither read nor replaced."""
+    spill = Spill(tmp_path, SALT, LIMIT)
+    spill.save(KEYS[0], arrays())
+    path = page_file(tmp_path, KEYS[0])
+    path.unlink()
+    path.mkdir()
+    assert not spill.has(KEYS[0])
+    assert spill.load(KEYS[0]) is None
+    assert not spill.save(KEYS[0], arrays())
+    spill.remove(KEYS[0])
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "cannot read a spilled page",
+        "cannot spill a page",
+    ]
+
+
 def test_bad_calls_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="limit_bytes=0"):
         Spill(tmp_path, SALT, 0)
