@@ -30,9 +30,9 @@ from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
+from tessera.runtime.choosing import warm_choices
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
-from tessera.runtime.lane import warm_choices
 from tessera.runtime.requests import Request, check_tokens, explain_not_finite
 from tessera.runtime.sampling import Sampling, check_seeds
 from tessera.runtime.step import Session, score_tokens

@@ -22,7 +22,8 @@ from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
-from tessera.runtime.lane import Lane, fail
+from tessera.runtime.choosing import fail
+from tessera.runtime.lane import Lane
 from tessera.runtime.requests import End, Event, Failure, Held, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
 from tessera.runtime.step import Session, require_room
