@@ -110,6 +110,14 @@ class Prefix:
         """Pages that hold nothing."""
         return len(self.pages.free)
 
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` could hand out: free ones, and cached ones, which it would evict."""
+        return self.num_free + self.num_cached
+
+    def __contains__(self, hash: bytes) -> bool:
+        return hash in self._held
+
     def hashes(self, tokens: Sequence[int] | np.ndarray, tenant: str = "") -> list[bytes]:
         """Return the hash of each full page of a sequence. Different tenants never share a page.
 
