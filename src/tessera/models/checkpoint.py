@@ -316,7 +316,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 @program()
 def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
-    """Return elements of an array that a mesh splits, on every device; reshaping the array would gather it."""
+    """Return array[at] on every device, for an array that a mesh splits. Flattening the array first would gather it."""
     return keep(array[at])
 
 

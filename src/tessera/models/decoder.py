@@ -124,10 +124,10 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _traced_once(block, index, *arguments):
-    """Run a layer by a trace that all layers share; `index` must be an array.
+    """Run a layer through the jitted `block`. It is traced once for all layers, because `index` is passed as an array.
 
-    If the programs are already compiled, tracing and lowering take most of the start of a model of 30 layers. XLA
-    inlines the calls, so the compiled program is the same.
+    If the programs are already compiled, tracing and lowering take most of the start-up time of a model of 30 layers.
+    XLA inlines the calls, so the compiled program is the same.
     """
     return block(jnp.int32(index), *arguments)
 

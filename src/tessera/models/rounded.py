@@ -57,7 +57,7 @@ class Sample:
         bfloat16 [SAMPLE]."""
         outputs, inputs = tensor.shape
         heads = getattr(tensor, "heads", None)
-        unit = 1 if heads is None else outputs // heads  # GGUF's readers want whole heads
+        unit = 1 if heads is None else outputs // heads  # GGUF's readers need whole heads
         for start in sorted({int(row) // unit * unit for row in self.rows[self.missing]}):
             for where, values in read(name, tensor, range(start, start + unit), range(inputs)):
                 self.take(where, range(inputs), lambda rows, columns, values=values: values[rows, columns])
@@ -144,7 +144,7 @@ def load_quantised(
 def read_parts(
     read: Reader, tensors: Mapping[str, Any], boxes: Iterable[Box], *, form: Form, kept: bool, packed: bool
 ) -> tuple[dict[Box, Part], np.ndarray]:
-    """Read tensors into parts, one per different box; return the parts, and samples as bfloat16 [L,SAMPLE].
+    """Read tensors into parts, one per distinct box; return the parts, and samples as bfloat16 [L,SAMPLE].
 
     With `kept`, blocks of a GGUF file are read as stored instead of rounded to `form`. `packed` is as in `Quantised`.
     """
