@@ -82,7 +82,7 @@ def shardings(recipe: Recipe, mesh: Mesh) -> State:
 
 
 def look_back(params: Params, config: ModelConfig) -> Params:
-    """Initialise the first two query heads of layer 0 to favour one and two positions back.
+    """Initialise query heads 0 and 1 of layer 0 to favour one and two positions back (head 0 only, if G = 1).
 
     A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
     they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i
