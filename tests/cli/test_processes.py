@@ -156,7 +156,7 @@ def test_processes_with_different_models_are_refused(tmp_path):
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    words = "process 1 was given --processes 3, and process 0 2: give all the same number"
+    words = "process 1 has --processes 3, but process 0 has 2: give all the same number"
     assert meet(free_address(), [{}, {}], [0, 1], [2, 3]) == [words, words]
     words = "two processes were given --process 1: number them 0 to 2"
     assert meet(free_address(), [{}] * 3, [0, 1, 1], [3] * 3) == [words] * 3

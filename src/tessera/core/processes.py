@@ -243,7 +243,7 @@ def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peer
     """Return an error for each way in which a greeting contradicts the arguments of process 0."""
     index, count = greeting["process"], greeting["processes"]
     if count != place.count:
-        return [f"process {index} was given --processes {count}, and process 0 {place.count}: give all the same number"]
+        return [f"process {index} has --processes {count}, but process 0 has {place.count}: give all the same number"]
     if not 0 < index < place.count or index in peers:
         return [f"two processes were given --process {index}: number them 0 to {place.count - 1}"]
     other = greeting["facts"]

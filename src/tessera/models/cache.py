@@ -144,8 +144,8 @@ def append(
 ) -> Float[Array, "*L B K S H"]:
     """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    With `stripe`, the cache is dealt over the mesh axis "context"; `context.append` states the conditions. The caller
-    must ensure q_start + T <= S, because XLA silently clamps the position of a write.
+    With `stripe`, devices of the mesh axis "context" hold the cache in stripes; `context.append` states the conditions.
+    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if stripe is not None and context.num_parts() > 1:

@@ -372,7 +372,7 @@ def _check_tied(embed: Stored, head: Stored) -> None:
 
 
 def _identities(source: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return size, time of change and inode of each file that may hold weights."""
+    """Return size, modification time (ns) and inode of each file that may hold weights."""
     files = [source] if source.is_file() else sorted((*source.glob("*.safetensors"), *source.glob(INDEX)))
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path in files for stat in [path.stat()]}
 

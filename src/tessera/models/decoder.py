@@ -43,8 +43,8 @@ def forward(
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
-        stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
-            devices then share the rows, too; None if the cache is in order of position.
+        stripe: positions per stripe, if the devices of the mesh axis "context" hold the cache in stripes
+            (`attention.context`); they then share the rows, too. None if the cache is in order of position.
         spread: each device of the mesh axis "heads" computes a part of the rows with whole weights, gathered layer by
             layer; attention and cache stay split by heads (`runtime.spread`).
         gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that memory

@@ -78,7 +78,7 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(OBJECT)),
         **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), maybe(TRUTH)),
         **dict.fromkeys(("hidden_act", "dtype", "torch_dtype"), maybe(TEXT)),
-        **dict.fromkeys(("architectures", "layer_types"), maybe(items(TEXT, "texts"))),
+        **dict.fromkeys(("architectures", "layer_types"), maybe(items(TEXT, "strings"))),
         **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS),
     }
 )

@@ -1,9 +1,9 @@
 """Read matrices in fewer bits, as the parts that this process's devices hold, in one pass over the file.
 
 Each block of rows is rounded, or taken as a GGUF file stores it, and copied to every part that it belongs to, so host
-memory holds the process's parts plus one block. The parts are those of the float matrix. The scale of an output channel
-depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows and keeps its
-columns. The scale of a group depends only on the group's inputs.
+memory holds the process's parts plus one block. A mesh splits the matrix into the same parts as in floats. The scale of
+an output channel depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows
+and keeps its columns. The scale of a group depends only on the group's inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,7 +65,7 @@ class Sample:
 
 
 class Part:
-    """What one device holds of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
+    """One device's part of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
 
     def __init__(self, box: Box, count: int, form: Form, packed: bool):
         self.box, self.form, self.packed = box, form, packed

@@ -44,7 +44,7 @@ ENTRY = record(
     },
     "a dtype, a shape and the data_offsets of its start and end",
 )
-METADATA = maybe(Rule("texts by name", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
+METADATA = maybe(Rule("an object of strings", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
 WEIGHT_MAP = Rule(
     "the name of a file in this folder for each tensor",
     lambda v: isinstance(v, dict) and all(isinstance(n, str) and re.fullmatch(r"[\w-][\w.-]*", n) for n in v.values()),

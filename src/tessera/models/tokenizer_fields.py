@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 22
 """Token ids must be below this, because the library's memory grows with the largest id."""
 
 TOKEN = integer(0, MAX_TOKENS - 1)
-WORD = Rule("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+WORD = Rule("a non-empty string", lambda value: isinstance(value, str) and value != "")
 ADDED = record(
     {
         "id": TOKEN,

@@ -281,7 +281,7 @@ def _resumed(run: Run) -> tuple[State, int]:
         return start(run.recipe, run.mesh), 0
     if step not in found:
         raise ValueError(
-            f"{run.folder} lacks step {step} in process {jax.process_index()}: all processes must see one folder"
+            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: give all the same folder"
         )
     state = load_checkpoint(found[step], run.recipe, run.mesh)
     if step > run.recipe.steps:
