@@ -43,7 +43,7 @@ class Answered:
 
     @property
     def right(self) -> bool:
-        """Whether dense and Kascade both say what the document says."""
+        """Whether the answers of dense and of Kascade both equal `expected`."""
         return all(answer.text.strip() == self.expected for answer in (self.dense, self.kascade))
 
 

@@ -394,8 +394,8 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
-                "a point is dense's time divided by Kascade's. Left: other held-out text in every run. Right: one layer "
-                "of each kind is timed on random inputs, also beyond the model's context; the sum over the "
+                "a point is dense's time divided by Kascade's. Left: other held-out text in every run. Right: one "
+                "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
                 "plan's layers is shown, and includes choosing tiles.",
             },
             "read_pictures": read_pictures(found, models["kascade"]),

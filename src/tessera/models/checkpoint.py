@@ -252,10 +252,10 @@ def save_folder(
 
     Raises:
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder), the weights are
-            quantised, or they lie on devices of several processes.
+            quantised, or several processes hold parts of them.
     """
     if not getattr(params.embed, "is_fully_addressable", True):
-        raise ValueError("the weights lie on devices of several processes: load the model in one process to save it")
+        raise ValueError("several processes hold parts of the weights: load the model in one process to save it")
     if has_quantised(params):
         raise ValueError(
             "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "

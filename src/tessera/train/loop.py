@@ -274,7 +274,7 @@ def _train(run: Run) -> Trained:
 
 
 def _resumed(run: Run) -> tuple[State, int]:
-    """Return state and step of the newest checkpoint, or of the start. Process 0 says which is the newest."""
+    """Return state and step of the newest checkpoint, or of the start. Process 0 decides which one that is."""
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.folder)}
     step = told_by_lead(max(found, default=-1))
     if step < 0:
