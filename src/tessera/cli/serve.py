@@ -1,4 +1,4 @@
-"""The flags of `tessera serve`. Heavy imports wait until it runs."""
+"""The flags of `tessera serve`. Heavy modules are imported only when it runs."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ class Serve:
     attention: Omittable[Literal["dense", "kascade"]] = None
     """Attention policy; if not given, kascade if there is a plan, else dense."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs --api-key-file."""
+    """Address to listen on; an address that other machines can reach needs --api-key-file."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key_file: Omittable[Path] = None
@@ -39,7 +39,7 @@ class Serve:
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
-    """Requests that are answered at the same time, below the plan's cross-over and above it."""
+    """Requests answered at the same time: this many below the plan's cross-over, and this many above it."""
     queue: int = 64
     """Requests that may be open beyond --slots; more are refused with status 429."""
     dtype: flags.Dtype = "auto"
@@ -72,7 +72,7 @@ class Serve:
         with bound:
             site = self.site()
             server.run(site, bound, keys)
-        if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
+        if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback

@@ -18,15 +18,20 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Sampling parameters; batches that mix them use every sampling program."""
+"""Sampling parameters whose mixtures, one per batch, together need every sampling program."""
 
 
 def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
     """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until the caches fit.
 
+    Args:
+        model: the model to serve.
+        slots: number of requests that run at a time under each policy.
+        wanted: maximum tokens of prompt and answer together.
+
     Raises:
         ValueError: `wanted` exceeds the model's context.
-        MemoryError: the caches for `wanted` tokens, or for a context of at most 512, do not fit.
+        MemoryError: the caches do not fit for `wanted` tokens or, if that is None, even for 512 or fewer.
     """
     limit = model.config.max_positions
     if wanted is not None and wanted > limit:
@@ -53,7 +58,14 @@ def grammars_for(model: Model) -> Grammars | None:
 
 
 def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
-    """Start a service, which refuses requests until it has compiled its programs."""
+    """Start a service, which refuses requests until it has compiled its programs.
+
+    Args:
+        model: the model to serve.
+        context: maximum tokens of a request, prompt and answer together.
+        slots: number of requests that run at a time under each policy.
+        queue: maximum number of requests that wait for a slot.
+    """
 
     def build() -> Engine:
         return model.engine(slots=slots, num_keys=context, together=False)
