@@ -54,6 +54,9 @@ class Request:
         top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
         guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
             step before.
+        tenant: who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
+        deadline_s: seconds after `submit` when the first token is due; None takes twice the time that the prompt takes
+            alone. Needs an engine with pages.
         held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
             read. None reuses the longest prefix whose keys are still in the cache.
     """
@@ -66,6 +69,8 @@ class Request:
     bias: Mapping[int, float] = MappingProxyType({})
     top_logprobs: int = 0
     guide: Callable[[], Guide] | None = None
+    tenant: str = ""
+    deadline_s: float | None = None
     held: Held | None = None
 
     @property
@@ -116,6 +121,20 @@ class Failure(NamedTuple):
 
 
 Event = Token | End | Failure
+
+
+class PoolState(NamedTuple):
+    """How full an engine's pool of pages is.
+
+    Attributes:
+        usage: share of the pages that requests use; pages that are only cached do not count.
+        cached: share of the pages that no request uses and whose contents are kept.
+        preempted: requests that gave their pages to others so far.
+    """
+
+    usage: float
+    cached: float
+    preempted: int
 
 
 @dataclass(kw_only=True, eq=False)

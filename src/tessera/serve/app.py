@@ -246,7 +246,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
-    policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
+    policies = [site.service.policy_of(one) for one in asked]
     answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
