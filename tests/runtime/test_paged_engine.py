@@ -14,10 +14,10 @@ from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
-from tessera.runtime.pool import Paging
+from tessera.runtime.pool import Paging, Pool
 from tessera.runtime.requests import End, Event, Failure, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import Session, read_head
+from tessera.runtime.step import Session, prefill_chunk, read_head
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -211,3 +211,16 @@ def test_a_request_larger_than_the_pool_fails_by_name(model):
     assert isinstance(events[0], Failure)
     assert "need 301 keys, but a request may have 160" in str(events[0].error)
     assert [event.id for event in events if isinstance(event, End)] == [fine]
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_a_prefill_never_copies_the_pool(model, rows):
+    """XLA once copied the pool for every layer where a prefill writes one run of rows."""
+    pool = Pool(model.params, CONFIG, Dense(), context=512, paging=replace(PAGING, num_pages=1025))
+    last, one = np.zeros((1, CONFIG.hidden_size), np.float32), np.zeros(1, np.int32)
+    cache = pool.cache._replace(pages=np.zeros((1, pool.width), np.int32))
+    tokens = np.zeros((1, rows), np.int32)
+    lowered = prefill_chunk.lower(model.params, cache, last, tokens, one, one, config=CONFIG, policy=Dense())
+    assert (
+        lowered.compile().memory_analysis().temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(pool.cache)) / 4
+    )

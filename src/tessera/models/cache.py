@@ -189,7 +189,8 @@ def append_pages(
             return jax.lax.dynamic_update_slice(pool, row, (*layer, where[0][i], *at))
 
         zero = jnp.int32(0)
-        return jax.lax.fori_loop(0, new.shape[0], put, pool)
+        # XLA would unroll a loop of one round, fuse the write with later reads and copy the pool for each.
+        return jax.lax.optimization_barrier(jax.lax.fori_loop(0, new.shape[0], put, pool))
 
     k, v = (write(pool, jnp.swapaxes(x, 1, 2), 2) for pool, x in ((cache.k, k), (cache.v, v)))
     return cache._replace(k=k, v=v, scales=None if scales is None else write(cache.scales, scales, 3))
