@@ -218,7 +218,7 @@ def test_a_prefill_never_copies_the_pool(model, rows):
     """XLA once copied the pool for every layer where a prefill writes one run of rows."""
     layers = tuple(jax.tree.map(lambda x: x[i], model.params.layers) for i in range(CONFIG.num_layers))
     params = replace(model.params, layers=layers)  # as a checkpoint is loaded
-    pool = Pool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, num_pages=1025))
+    pool = Pool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, page=64, num_pages=513))
     last, one = np.zeros((1, CONFIG.hidden_size), np.float32), np.zeros(1, np.int32)
     cache = pool.cache._replace(pages=np.zeros((1, pool.width), np.int32))
     tokens = np.zeros((1, rows), np.int32)
