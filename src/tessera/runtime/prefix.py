@@ -118,6 +118,10 @@ class Prefix:
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._held
 
+    def held(self) -> list[tuple[bytes, int]]:
+        """List hash and page of every published page, parents before the pages that continue them."""
+        return [(name, held.page) for name, held in self._held.items()]
+
     def hashes(self, tokens: Sequence[int] | np.ndarray, tenant: str = "") -> list[bytes]:
         """Return the hash of each full page of a sequence. Different tenants never share a page.
 
