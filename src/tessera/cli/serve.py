@@ -49,8 +49,8 @@ class Serve:
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
     """Requests that are answered at the same time."""
     pages: Omittable[int] = None
-    """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, as far
-    as they fit in half of the free memory."""
+    """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
+    most a quarter of the free memory on a CPU, and 80 % elsewhere."""
     exact: bool = False
     """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
     queue: int = 64

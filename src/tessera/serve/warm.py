@@ -29,6 +29,8 @@ SAMPLINGS = (
 """Sampling parameters whose mixtures, one per batch, together need every sampling program."""
 SIZES = {"cpu": (64, 64, (512,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
 """By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
+SHARE = {True: 0.25, False: 0.8}
+"""Share of the free memory that a pool takes, on a CPU, whose memory others use too, and elsewhere."""
 BATCHES = (4, 16, 64)
 """Rows of decode programs, besides one row and all."""
 
@@ -66,7 +68,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
         slots: requests that run at the same time.
         context: maximum tokens of a request.
         pages: pages to allocate; None takes twice what `slots` requests of `context` tokens need, so that finished
-            documents stay cached, but at most half of the free memory.
+            documents stay cached, but at most a share of the free memory (`SHARE`).
         exact: run one prefill program and one decode program, so that no result depends on which rows run together.
 
     Raises:
@@ -86,7 +88,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     free = available_bytes(device)
     count = pages if pages is not None else 2 * slots * one
     if pages is None and free is not None:
-        count = max(one, min(count, free // 2 // size))
+        count = max(one, min(count, int(free * SHARE[device.platform == "cpu"]) // size))
     if count < one:
         raise ValueError(f"--pages {count} must be at least {one}, for one request of {context} tokens")
     require((count + 1) * size, [device], f"a pool of {count} pages", "name fewer --pages, or a smaller --context")
