@@ -53,7 +53,7 @@ class Serve:
     pages: Omittable[int] = None
     """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
     most a quarter of the free memory on a CPU, and 80 % elsewhere."""
-    pin: tuple[Path, ...] = ()
+    pin: Omittable[tuple[Path, ...]] = None
     """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
     spill: Omittable[Path] = None
     """Folder for pages of the prefix cache that leave the memory; they survive a restart."""
@@ -138,7 +138,7 @@ class Serve:
             slots=self.slots,
             queue=self.queue,
             paging=paging,
-            pins=pinned(model, self.pin),
+            pins=pinned(model, self.pin or ()),
             tenants=[tenant_of(key) for key in keys] or [""],
         )
         name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
