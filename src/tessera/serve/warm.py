@@ -1,7 +1,10 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
+import json
 import logging
+from collections.abc import Sequence
 from math import lcm
+from pathlib import Path
 
 import jax
 
@@ -29,6 +32,8 @@ SAMPLINGS = (
 """Sampling parameters whose mixtures, one per batch, together need every sampling program."""
 SIZES = {"cpu": (64, 64, (512,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
 """By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
+SHARE = {True: 0.25, False: 0.8}
+"""Share of the free memory that a pool takes, on a CPU, whose memory others use too, and elsewhere."""
 BATCHES = (4, 16, 64)
 """Rows of decode programs, besides one row and all."""
 
@@ -66,7 +71,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
         slots: requests that run at the same time.
         context: maximum tokens of a request.
         pages: pages to allocate; None takes twice what `slots` requests of `context` tokens need, so that finished
-            documents stay cached, but at most half of the free memory.
+            documents stay cached, but at most a share of the free memory (`SHARE`).
         exact: run one prefill program and one decode program, so that no result depends on which rows run together.
 
     Raises:
@@ -86,7 +91,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     free = available_bytes(device)
     count = pages if pages is not None else 2 * slots * one
     if pages is None and free is not None:
-        count = max(one, min(count, free // 2 // size))
+        count = max(one, min(count, int(free * SHARE[device.platform == "cpu"]) // size))
     if count < one:
         raise ValueError(f"--pages {count} must be at least {one}, for one request of {context} tokens")
     require((count + 1) * size, [device], f"a pool of {count} pages", "name fewer --pages, or a smaller --context")
@@ -102,8 +107,36 @@ def grammars_for(model: Model) -> Grammars | None:
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
+def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
+    """Read the prefixes to keep: a text, or, if the name ends in .json, an object with "messages".
+
+    Raises:
+        ValueError: a file is neither, or its text is too long or empty.
+    """
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        try:
+            if file.suffix != ".json":
+                found += model.encode_prompts([text])
+            elif model.tokenizer is None:
+                raise ValueError("this model has no tokenizer")
+            else:
+                found.append(model.tokenizer.encode_chat(json.loads(text)["messages"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--pin {file}: {error}") from error
+    return found
+
+
 def start(
-    model: Model, *, context: int, slots: int, queue: int, pages: int | None = None, exact: bool = False
+    model: Model,
+    *,
+    context: int,
+    slots: int,
+    queue: int,
+    paging: Paging | None = None,
+    pins: Sequence[Sequence[int]] = (),
+    tenants: Sequence[str] = ("",),
 ) -> Service:
     """Start a service, which refuses requests until it has compiled its programs.
 
@@ -112,9 +145,11 @@ def start(
         context: maximum tokens of a request, prompt and answer together.
         slots: number of requests that run at a time.
         queue: maximum number of requests that wait for a slot.
-        pages, exact: see `paging_for`.
+        paging: sizes of the pool; None takes those of `paging_for`.
+        pins: prefixes whose keys every tenant finds in the cache.
+        tenants: all tenants.
     """
-    paging = paging_for(model, slots=slots, context=context, pages=pages, exact=exact)
+    paging = paging_for(model, slots=slots, context=context) if paging is None else paging
 
     def build() -> Engine:
         return model.engine(slots=slots, num_keys=context, paging=paging)
@@ -126,6 +161,11 @@ def start(
             "ready: %d programs, %d requests at a time, %d tokens each, keys of %d tokens", count, slots, context, held
         )
 
+    def prepare(engine: Engine) -> None:
+        for tenant in tenants:
+            for tokens in pins:
+                logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
+
     service = Service(build, queue=queue, metrics=Metrics())
-    service.start(warm)
+    service.start(warm, prepare)
     return service
