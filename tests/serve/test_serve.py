@@ -124,12 +124,14 @@ def test_stop_texts_end_the_answer(running, model):
     assert found.finish_reason == "stop"
 
 
-def test_text_becomes_tokens_and_back(running):
+def test_text_becomes_tokens_and_back(running, model):
     headers = {"Authorization": f"Bearer {KEY}"}
     found = httpx.post(f"{running.url}/tokenize", json={"prompt": "héllo"}, headers=headers).json()
     assert found["count"] == len(found["tokens"]) == 7
     back = httpx.post(f"{running.url}/detokenize", json={"tokens": found["tokens"][1:]}, headers=headers).json()
     assert back == {"prompt": "héllo"}
+    info = httpx.get(f"{running.url}/tokenizer_info", headers=headers).json()
+    assert info == {name: model.tokenizer.specials[name] for name in ("bos_token", "eos_token", "pad_token")}
 
 
 def test_an_answer_is_json_of_the_schema(running):

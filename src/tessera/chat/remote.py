@@ -99,14 +99,10 @@ class RemoteChat(Turns):
         text, counts = "", {}
         body = {"model": self.source, "messages": messages, "seed": (self.seed + attempts) % 2**32, "stream": True}
         body |= self.options | {"stream_options": {"include_usage": True}}
+        request = self._client.stream("POST", "/v1/chat/completions", json=body)
         try:
-            # Ctrl-C closes the connection, and so frees the request's row in the server
-            with (
-                self._errors(),
-                interrupt.at_once(),
-                self._client.stream("POST", "/v1/chat/completions", json=body) as got,
-            ):
-                for event in self._events(got):
+            with self._errors(), interrupt.at_once(), request as response:  # Ctrl-C closes the connection
+                for event in self._events(response):
                     counts = event.get("usage") or counts
                     piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
                     if piece:

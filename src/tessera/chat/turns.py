@@ -1,4 +1,4 @@
-"""The messages of a conversation, and what a user does with them, whoever answers: ask, undo, regenerate, save, load."""
+"""The messages of a conversation, and what a user does with them: ask, undo, regenerate, save, load."""
 
 import json
 import os

@@ -27,10 +27,8 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     usual = {field.name: field.default for field in fields(flags)}
     for name in HERE:
         if getattr(flags, name) != usual[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} {getattr(flags, name)} is not for --url: the server has loaded its model; drop it"
-            )
+            flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
+            raise ValueError(f"{flag} is not for --url: the server has loaded its model; drop it")
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens

@@ -144,6 +144,11 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
         _check_model(site, body.model)
         return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict:
+        specials = _tokenizer(site).specials
+        return {name: specials.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
