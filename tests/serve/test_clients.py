@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from contextlib import closing
 
 import browser
 import httpx2 as httpx
@@ -108,16 +109,16 @@ def test_a_remote_chat_streams_the_answers_of_the_server(running, tmp_path, caps
 
 
 def test_ctrl_c_stops_a_remote_answer_and_frees_its_row(running):
-    chat = RemoteChat(running.url, key=KEY, options={"max_tokens": 200})
-    chat.connect(print)
     pieces = []
 
     def stream(piece):
         pieces.append(piece)
         raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted):
-        chat.ask("Who?", stream)
+    with closing(RemoteChat(running.url, key=KEY, options={"max_tokens": 200})) as chat:
+        chat.connect(print)
+        with pytest.raises(Interrupted):
+            chat.ask("Who?", stream)
     assert [turn["content"] for turn in chat.turns] == ["Who?", pieces[0]]
     running.until(lambda: running.service.open == 0)
 
@@ -128,15 +129,18 @@ def test_a_remote_chat_says_what_is_wrong(running, tmp_path, capsys, monkeypatch
     assert remote_chat(running, tmp_path, [], "--dtype", "float32") == 2
     assert "--dtype float32 is not for --url" in capsys.readouterr().err
     assert remote_chat(running, tmp_path, ["x" * 300]) == 2
-    assert "answers 400: the prompt has" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="does not answer .*: start `tessera serve`"):
-        RemoteChat("http://127.0.0.1:9").connect(print)
+    assert "answers 400: the conversation has" in capsys.readouterr().err
+    with (
+        closing(RemoteChat("http://127.0.0.1:9")) as chat,
+        pytest.raises(ValueError, match="does not answer .*: start `tessera serve`"),
+    ):
+        chat.connect(print)
     with pytest.raises(ValueError, match="must start with http"):
         RemoteChat("localhost:8000")
 
 
 def test_a_remote_chat_waits_for_the_warm_up(running, monkeypatch):
-    said, chat = [], RemoteChat(running.url, key=KEY)
+    said = []
     monkeypatch.setattr(running.service, "ready", False)
 
     def say(text):
@@ -144,7 +148,8 @@ def test_a_remote_chat_waits_for_the_warm_up(running, monkeypatch):
         running.service.ready = True
 
     monkeypatch.setattr("tessera.chat.remote.WAIT_S", 0.01)
-    chat.connect(say)
+    with closing(RemoteChat(running.url, key=KEY)) as chat:
+        chat.connect(say)
     assert "is not ready" in said[0]
     assert chat.source == "tiny"
 
@@ -172,7 +177,7 @@ def test_a_browser_chats_on_the_page(running, tmp_path):
         page.type("#key", KEY)
         page.until("at('model').textContent == 'tiny' && !at('send').disabled")
         page.type("#text", html)
-        page.until("request === null && document.querySelector('.assistant .faint')")
+        page.until("request === null && !!document.querySelector('.assistant .faint')")
         assert page.run("document.querySelector('.user .said').textContent") == html
         assert page.run("add('assistant', document.querySelector('.user .said').textContent).childElementCount") == 1
         page.run("document.body.insertAdjacentHTML('beforeend', messages[0].content)")  # what the policy must stop

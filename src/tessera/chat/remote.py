@@ -88,6 +88,11 @@ class RemoteChat(Turns):
         if models.status_code != 200:
             raise ValueError(self._refusal(models))
         self.source = models.json()["data"][0]["id"]
+        say(f"{self.source} at {self.url}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
 
     def _answer(
         self,

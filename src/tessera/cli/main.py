@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -186,9 +187,11 @@ class Chat(ModelFlags, SamplingFlags):
         """Run the conversation until the input ends; return 2 if the input is a file or pipe and an entry failed."""
         from tessera.cli.conversation import converse, typed_line
 
-        chat = self.local() if self.url is None else remote.conversation(self, say)
         interactive = sys.stdin.isatty()
-        good = converse(chat, typed_line, interactive=interactive)
+        with closing(self.local() if self.url is None else remote.conversation(self)) as chat:
+            if self.url is not None:
+                chat.connect(say)
+            good = converse(chat, typed_line, interactive=interactive)
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
 
     def local(self):

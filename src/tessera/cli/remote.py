@@ -1,6 +1,5 @@
 """`tessera chat --url`: a conversation with a server, and the API key that its users have in a file."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,11 @@ HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "pars
 """Flags of a model that is loaded here, which a server's model has had since its start."""
 
 
-def conversation(flags: Any, say: Callable[[str], Any]):
-    """Connect to the server that the flags of `tessera chat` name, and open a conversation.
-
-    Args:
-        flags: the command's dataclass.
-        say: prints a remark.
+def conversation(flags: Any):
+    """Open a conversation with the server that the flags of `tessera chat` name; it is not connected yet.
 
     Raises:
-        ValueError: a flag is of a model that is loaded here, or the server cannot be reached.
+        ValueError: a flag is of a model that is loaded here.
     """
     from tessera.core.extras import require
 
@@ -32,12 +27,8 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
-    chat = RemoteChat(
-        flags.url, key=first_key(flags.api_key_file), options=options, system=flags.system, seed=flags.seed
-    )
-    chat.connect(say)
-    say(f"{chat.source} at {chat.url}")
-    return chat
+    key = first_key(flags.api_key_file)
+    return RemoteChat(flags.url, key=key, options=options, system=flags.system, seed=flags.seed)
 
 
 def first_key(path: Path | None) -> str | None:

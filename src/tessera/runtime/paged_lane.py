@@ -19,7 +19,7 @@ import numpy as np
 from tessera.core.mesh import put
 from tessera.core.shapes import ceil_div
 from tessera.models.cache import Cache
-from tessera.models.pages import OutOfPages, Pages
+from tessera.models.pages import OutOfPages
 from tessera.runtime.choosing import (
     Pending,
     fail,
@@ -31,12 +31,11 @@ from tessera.runtime.choosing import (
     warm_choices,
 )
 from tessera.runtime.pool import Pool
-from tessera.runtime.prefix import Prefix
 from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
-from tessera.runtime.spill import Spill
+from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy, Reads
 
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
@@ -99,10 +98,7 @@ class PagedLane:
     """
 
     def __init__(self, pool: Pool, *, slots: int, lag: int):
-        self.pool, self.lag, salt = pool, lag, pool.salt()
-        self.spill = pool.paging.spill and Spill(pool.paging.spill, salt, pool.paging.spill_bytes)
-        pages = Pages(pool.paging.num_pages, pool.paging.page)
-        self.prefix = Prefix(pages, salt, self._store if self.spill else None)
+        self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
         self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
@@ -159,10 +155,8 @@ class PagedLane:
         return len(hashes) * self.pool.paging.page
 
     def close(self) -> None:
-        """Write the prefix cache to disk, if it has a folder, so that the next start finds it."""
-        if self.spill:
-            for hash, page in self.prefix.held():
-                self._store(hash, page)
+        """Write the prefix cache to disk, if it has a folder."""
+        self.prefix.close()
 
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
         """Run every program of an empty lane once; return their number."""
@@ -218,7 +212,6 @@ class PagedLane:
             if not self._fits(row):
                 continue
             matched = self.prefix.match(self._matchable(row))
-            self._recall(row, matched)
             need = ceil_div(row.ticket.answer.prompt_tokens, self.pool.paging.page) + 1 - len(matched)
             if self._running and need > self.prefix.available:
                 self.prefix.pages.release(matched)
@@ -269,23 +262,6 @@ class PagedLane:
         unit = self.pool.paging.unit
         whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
         return row.hashes[: whole // self.pool.paging.page]
-
-    def _store(self, hash: bytes, page: int) -> None:
-        """Write a page to disk."""
-        if not self.spill.has(hash):
-            self.spill.save(hash, jax.tree.leaves(self.pool.save([page])))
-
-    def _recall(self, row: Row, matched: list[int]) -> None:
-        """Read the pages that continue the matched ones from disk, as far as there is room."""
-        hashes = self._matchable(row)
-        while self.spill and len(matched) < len(hashes) and self.prefix.available:
-            index = len(matched)
-            arrays = self.spill.load(hashes[index])
-            if arrays is None:
-                return
-            [page] = self.prefix.allocate(1)
-            self.pool.restore([page], [jax.tree.unflatten(jax.tree.structure(self.pool.cache), arrays)])
-            matched.append(self.prefix.publish(hashes[index], hashes[index - 1] if index else None, page))
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
         self.waiting.remove(row.ticket)
@@ -475,6 +451,4 @@ class PagedLane:
             events, broken = hand_out(self._pending.popleft(), self.pool.params)
             self._events += events
             for ticket in broken:
-                for hash in self.prefix.forget(self._rows[ticket.id].pages):
-                    if self.spill:
-                        self.spill.remove(hash)
+                self.prefix.forget(self._rows[ticket.id].pages)
