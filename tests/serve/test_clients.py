@@ -88,9 +88,9 @@ def remote_chat(running, tmp_path, lines, *flags, key=KEY):
 
 
 def test_a_remote_chat_streams_the_answers_of_the_server(running, tmp_path, capsys):
-    lines = ["/system be brief", "Who?", "/regenerate", "What?", "/undo", "Where?", f"/save {tmp_path / 'saved'}"]
+    lines = ["Who?", "/regenerate", "What?", "/undo", "Where?", f"/save {tmp_path / 'saved'}"]
     assert remote_chat(running, tmp_path, lines, "--temperature", "0") == 0
-    system, said = {"role": "system", "content": "be brief"}, []
+    said = []
 
     def answered(messages, question):
         asked = [*messages, {"role": "user", "content": question}]
@@ -98,8 +98,8 @@ def test_a_remote_chat_streams_the_answers_of_the_server(running, tmp_path, caps
         said.append(running.client.chat.completions.create(**options).choices[0].message.content)
         return [*asked, {"role": "assistant", "content": said[-1]}]
 
-    answered([system], "Who?")
-    first = answered([system], "Who?")
+    answered([], "Who?")
+    first = answered([], "Who?")
     answered(first, "What?")
     messages = answered(first, "Where?")
     printed = capsys.readouterr()

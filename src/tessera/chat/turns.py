@@ -152,9 +152,6 @@ class Turns(ABC):
         """
         self.messages, self._attempts = self._checked(_read(Path(path))), 0
 
-    def close(self) -> None:
-        """Free what answers need; a conversation without connections needs nothing."""
-
     @abstractmethod
     def _answer(
         self,

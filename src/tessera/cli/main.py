@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from contextlib import closing
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -188,9 +188,7 @@ class Chat(ModelFlags, SamplingFlags):
         from tessera.cli.conversation import converse, typed_line
 
         interactive = sys.stdin.isatty()
-        with closing(self.local() if self.url is None else remote.conversation(self)) as chat:
-            if self.url is not None:
-                chat.connect(say)
+        with nullcontext(self.local()) if self.url is None else remote.conversation(self, say) as chat:
             good = converse(chat, typed_line, interactive=interactive)
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
 

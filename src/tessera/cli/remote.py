@@ -1,5 +1,7 @@
 """`tessera chat --url`: a conversation with a server, and the API key that its users have in a file."""
 
+from collections.abc import Callable
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,16 @@ HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "pars
 """Flags of a model that is loaded here, which a server's model has had since its start."""
 
 
-def conversation(flags: Any):
-    """Open a conversation with the server that the flags of `tessera chat` name; it is not connected yet.
+@contextmanager
+def conversation(flags: Any, say: Callable[[str], Any]):
+    """Connect to the server that the flags of `tessera chat` name, and open a conversation.
+
+    Args:
+        flags: the command's dataclass.
+        say: prints a remark.
 
     Raises:
-        ValueError: a flag is of a model that is loaded here.
+        ValueError: a flag is of a model that is loaded here, or the server cannot be reached.
     """
     from tessera.core.extras import require
 
@@ -28,7 +35,10 @@ def conversation(flags: Any):
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
     key = first_key(flags.api_key_file)
-    return RemoteChat(flags.url, key=key, options=options, system=flags.system, seed=flags.seed)
+    chat = RemoteChat(flags.url, key=key, options=options, system=flags.system, seed=flags.seed)
+    with closing(chat):
+        chat.connect(say)
+        yield chat
 
 
 def first_key(path: Path | None) -> str | None:

@@ -257,10 +257,8 @@ class PagedLane:
         """Return the hashes of the pages that need no prefill if they are held: whole units, never the last token."""
         if row.saved is not None:
             return row.hashes[: row.shared]
-        if row.ticket.request.prompt_logprobs is not None:
-            return []  # every row's hidden state is needed
-        unit = self.pool.paging.unit
-        whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
+        unit, scored = self.pool.paging.unit, row.ticket.request.prompt_logprobs is not None
+        whole = 0 if scored else (row.ticket.answer.prompt_tokens - 1) // unit * unit  # scores need every row
         return row.hashes[: whole // self.pool.paging.page]
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
@@ -402,7 +400,8 @@ class PagedLane:
             try:
                 row.pages += self.prefix.allocate(count)
             except OutOfPages:
-                victim = self._victim()
+                rows = {row.work.id: row for row in self._running if row.ticket.open}
+                victim = rows[self.scheduler.victim([row.work for row in rows.values()]).id]
                 if len(self._running) == 1:
                     self._events.append(fail(row.ticket, MemoryError(f"{NO_ROOM}: allow more pages, or pin fewer")))
                     return False
@@ -410,10 +409,6 @@ class PagedLane:
                 if victim is row:
                     return False
         return True
-
-    def _victim(self) -> Row:
-        rows = {row.work.id: row for row in self._running if row.ticket.open}
-        return rows[self.scheduler.victim([row.work for row in rows.values()]).id]
 
     def _give_way(self, row: Row) -> None:
         """Take a request's row and pages; it waits again."""
