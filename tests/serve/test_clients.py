@@ -121,6 +121,7 @@ def test_ctrl_c_stops_a_remote_answer_and_frees_its_row(running):
             chat.ask("Who?", stream)
     assert [turn["content"] for turn in chat.turns] == ["Who?", pieces[0]]
     running.until(lambda: running.service.open == 0)
+    running.until(lambda: running.metric("vllm:kv_cache_usage_perc") == 0)
 
 
 def test_a_remote_chat_says_what_is_wrong(running, tmp_path, capsys, monkeypatch):
