@@ -34,16 +34,16 @@ prepare_simulator()
 def pytest_configure(config):
     """Register pytest-xdist's group mark, which does nothing without xdist, and choose XLA's fastest compilation.
 
-    Most of the suite's time is compiling programs that run once. LLVM's optimizations double it, and XLA's emitters of
-    fusions through MLIR more than double it again; its older emitters need no MLIR. Child processes and the exhaustive
-    suite compile as users do.
+    Most of the suite's time is compiling programs that run once. LLVM's optimizations double that time, and so do XLA's
+    newer emitters of fusions, which lower them through MLIR. Child processes and the exhaustive suite compile as users
+    do.
     """
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
     if config.getoption("--exhaustive"):
         return
     jax.config.update("jax_disable_most_optimizations", True)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    with pytest.MonkeyPatch.context() as patch:  # XLA reads the flags once, when it starts; child processes do not
+    with pytest.MonkeyPatch.context() as patch:  # XLA reads the flags once, at its start; child processes never do
         patch.setenv("XLA_FLAGS", flags.strip())
         jax.devices()
 
