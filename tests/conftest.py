@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from emitters import fast_flags
 
 from tessera.core.hardware import prepare_simulator
 from tessera.runtime.compilation import forget_programs
@@ -35,16 +36,15 @@ def pytest_configure(config):
     """Register pytest-xdist's group mark, which does nothing without xdist, and choose XLA's fastest compilation.
 
     Most of the suite's time is compiling programs that run once. LLVM's optimizations double that time, and so do XLA's
-    newer emitters of fusions, which lower them through MLIR. Child processes and the exhaustive suite compile as users
-    do.
+    newer emitters of fusions, which lower them through MLIR. The exhaustive suite compiles as users do, and so do child
+    processes unless their results must equal this process's bit for bit.
     """
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
     if config.getoption("--exhaustive"):
         return
     jax.config.update("jax_disable_most_optimizations", True)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    with pytest.MonkeyPatch.context() as patch:  # XLA reads the flags once, at its start; child processes never do
-        patch.setenv("XLA_FLAGS", flags.strip())
+    with pytest.MonkeyPatch.context() as patch:  # XLA reads the flags once, at its start; child processes must not
+        patch.setenv("XLA_FLAGS", fast_flags())
         jax.devices()
 
 
