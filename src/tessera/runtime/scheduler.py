@@ -23,6 +23,9 @@ from tessera.core.shapes import ceil_div
 
 Policy = Literal["edf", "fcfs"]
 
+HORIZON = 4
+"""Largest prefill steps ahead of which requests get rows: enough that the next steps are always full."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Work:
@@ -173,7 +176,7 @@ class Scheduler:
             return []
         left, shares = self.sizes[-1], []
         for work in self._order("chunk", now_s, prefill):
-            count = min(left, ceil_div(max(work.prompt_tokens - work.position, 1), self.unit))
+            count = min(left, self._segments(work))
             shares.append((work, count))
             left -= count
             if not left:
@@ -183,10 +186,28 @@ class Scheduler:
         self._without = 0 if shares else self._without + 1
         return shares
 
-    def admit(self, now_s: float, waiting: Sequence[Work]) -> list[Work]:
-        """Return the waiting requests in the order in which they should get rows."""
-        self._see("admit", waiting)
-        return self._order("admit", now_s, waiting)
+    def admit(self, now_s: float, waiting: Sequence[Work], prefill: Sequence[Work] = ()) -> list[Work]:
+        """Return the waiting requests in the order in which they should get rows.
+
+        If `prefill`, the prompts that have rows, is given too, return only requests that `chunk` would compute within
+        HORIZON of its largest steps, so that no request holds a row and pages long before its turn.
+        """
+        if not waiting:
+            return []
+        both = (*waiting, *prefill)
+        self._see("admit", both)
+        ordered = self._order("admit", now_s, both)
+        if not prefill:
+            return ordered
+        inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
+        found = []
+        for work in ordered:
+            if left <= 0:
+                break
+            left -= self._segments(work)
+            if id(work) not in inside:
+                found.append(work)
+        return found
 
     def victim(self, running: Sequence[Work]) -> Work:
         """Return who gives way when pages run out: the latest deadline, but not the oldest unless it is alone.
@@ -203,6 +224,9 @@ class Scheduler:
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
         self._served[work.tenant] = self._served.get(work.tenant, 0.0) + tokens
+
+    def _segments(self, work: Work) -> int:
+        return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
 
     def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int]) -> list[tuple[Work, int]]:
         """Cut the shares to the largest size whose step takes at most step_s."""

@@ -52,6 +52,7 @@ def simulate(
     arrivals: Iterable[Arrival],
     *,
     losses: Sequence[tuple[float, int]] = (),
+    most_late: int | None = None,
 ) -> Outcome:
     """Serve the arrivals.
 
@@ -61,6 +62,7 @@ def simulate(
         policy: of the scheduler.
         arrivals: requests in order of time.
         losses: (time, index) of each loss of a replica.
+        most_late: stop early when more requests than that missed a limit.
     """
     costs = step_times(machine, attention)
     replicas = [
@@ -76,6 +78,8 @@ def simulate(
         for index, replica in enumerate(replicas):
             if back_s[index] <= at_s:
                 replica.run_until(at_s)
+        if most_late is not None and number % 16 == 0 and _late(replicas) > most_late:
+            break
         if is_arrival:
             work = Work(
                 id=number,
@@ -93,11 +97,22 @@ def simulate(
                 request.work.position = request.work.generated = 0
                 _route(request, replicas, back_s, at_s)
             replicas[what].now_s = at_s + DOWN_S
+    else:
+        _finish(replicas, arrivals)
+    outcome.ended = [request for replica in replicas for request in replica.ended]
+    return outcome
+
+
+def _finish(replicas: Sequence[Replica], arrivals: Sequence[Arrival]) -> None:
     end_s = (arrivals[-1].at_s if arrivals else 0.0) + TAIL_S
     for replica in replicas:
         replica.run_until(end_s)
-        outcome.ended += replica.ended
-    return outcome
+
+
+def _late(replicas: Sequence[Replica]) -> int:
+    ended = sum(not good(request) for replica in replicas for request in replica.ended)
+    waiting = (w for replica in replicas for group in (replica.waiting, replica.prefilling) for w in group.values())
+    return ended + sum(request.work.deadline_s < replicas[0].now_s for request in waiting)
 
 
 def _route(request: Open, replicas: Sequence[Replica], back_s: Sequence[float], now_s: float) -> None:

@@ -101,7 +101,9 @@ def step_times(machine: Machine, attention: Attention) -> StepTimes:
     def tables(kind: Attention) -> tuple[np.ndarray, np.ndarray]:
         found = []
         for length in lengths:
-            q = Question(config=config, chip=machine.chip, devices=machine.devices, batch=1, length=length, policy=policy)
+            q = Question(
+                config=config, chip=machine.chip, devices=machine.devices, batch=1, length=length, policy=policy
+            )
             found.append(speed(q, TYPES, policy if kind == "kascade" else None))
         prefill = np.array([0.0, *(each.prefill_parts_s["attention"] for each in found)])
         return np.diff(prefill), np.array([1e-3 * each.decode_parts_ms["cache"] for each in found])

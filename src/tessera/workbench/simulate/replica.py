@@ -118,7 +118,8 @@ class Replica:
         free = self.slots - len(self.rows) - len(self.prefilling)
         if free <= 0 or not self.waiting:
             return
-        for work in self.scheduler.admit(self.now_s, [each.work for each in self.waiting.values()]):
+        waiting, prefill = ([each.work for each in group.values()] for group in (self.waiting, self.prefilling))
+        for work in self.scheduler.admit(self.now_s, waiting, prefill):
             request = self.waiting[work.id]
             pages = self.prefix.match(request.hashes)
             need = ceil_div(work.prompt_tokens + work.generated + 1, UNIT) - len(pages)

@@ -131,9 +131,7 @@ def _chat(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int)
     prompt = SYSTEM_TOKENS
     for user, answer in zip(users.tolist(), answers.tolist()):
         prompt += user
-        yield Arrival(
-            at_s=at, kind="chat", tenant=tenant, text=text, prompt_tokens=prompt, answer_tokens=answer
-        )
+        yield Arrival(at_s=at, kind="chat", tenant=tenant, text=text, prompt_tokens=prompt, answer_tokens=answer)
         prompt += answer
         at += 20.0 + float(rng.exponential(40.0))
 
