@@ -9,8 +9,8 @@ Requests are ordered by the rule of Moore and Hodgson, which on one machine make
 deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
 requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
 
-Each tenant has a virtual time, the tokens computed for it. A tenant that is more than `burst` tokens ahead of the
-active tenant with the least goes after the others. An idle tenant saves nothing: when it comes back, it starts at the
+Each tenant has a virtual time, the tokens computed for it. Tenants that are ahead of the active tenant with the least
+go after it, by whole multiples of `burst` tokens. An idle tenant saves nothing: when it comes back, it starts at the
 least virtual time of the active ones (Start-time Fair Queueing, Goyal et al. 1996).
 """
 
@@ -129,7 +129,7 @@ class Scheduler:
         policy: "edf" is the rule above. "fcfs" is for comparison: first come, first served, chunks of the largest size.
         ageing: every so many decisions, the oldest late request goes first.
         patience: decode steps in a row without prefill, at most, while a prompt waits.
-        burst: tokens that a tenant may be ahead of others before it goes after them.
+        burst: tokens by which tenants may differ before those ahead go after the others.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -143,7 +143,7 @@ class Scheduler:
         sizes: Sequence[int],
         step_s: float,
         policy: Policy = "edf",
-        ageing: int = 8,
+        ageing: int = 16,
         patience: int = 4,
         burst: int = 1 << 18,
     ):
@@ -154,8 +154,8 @@ class Scheduler:
         for name, value, least in (("unit", unit, 1), ("ageing", ageing, 2), ("patience", patience, 0)):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        if not step_s > 0 or burst < 0:
-            raise ValueError(f"{step_s=} must be positive and {burst=} not negative")
+        if not step_s > 0 or burst < 1:
+            raise ValueError(f"{step_s=} must be positive and {burst=} at least 1")
         self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
@@ -246,9 +246,11 @@ class Scheduler:
         behind: list[Work] = []
         ordered: list[Work] = []
         ends_s = now_s
-        for ahead in (False, True):  # tenants that are ahead of others go after them
-            group = [work for work in works if (self._served[work.tenant] > least + self.burst) == ahead]
-            timely, late, ends_s = self._timely(ends_s, group)
+        levels: dict[int, list[Work]] = {}  # by bursts that the tenant is ahead
+        for work in works:
+            levels.setdefault(int((self._served[work.tenant] - least) // self.burst), []).append(work)
+        for level in sorted(levels):
+            timely, late, ends_s = self._timely(ends_s, levels[level])
             ordered += timely + late
             behind += late
         if behind:

@@ -9,7 +9,7 @@ import numpy as np
 from tessera.runtime.scheduler import Policy
 from tessera.workbench.simulate.cluster import Outcome, good, simulate, summary
 from tessera.workbench.simulate.machine import MACHINES, Attention
-from tessera.workbench.simulate.traffic import DAY_S, MIXES, Arrival, Stream
+from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
 
 GOAL = 0.99
 """Share of requests that must meet both limits."""
@@ -19,8 +19,8 @@ PRECISION = 1.05
 """Ratio of the least load that fails to the largest that holds, where the search ends."""
 LOAD = 0.8
 """Load of a day's busiest hour as a share of the capacity."""
-LOSSES = (9.25, 14.5, 20.0)
-"""Hours of a day at which one replica is lost."""
+LOSSES = (0.39, 0.6, 0.83)
+"""Parts of a day after which one replica is lost: at 09:20, 14:20 and 20:00."""
 TENANTS = 10
 GREEDY = 10.0
 """Requests of the greedy tenant in units of another's."""
@@ -60,27 +60,28 @@ def capacity(
     return {"rate": 0.0, **best, "tried": sorted(tried.items())}
 
 
-def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float = DAY_S) -> dict[str, Any]:
-    """Serve the mixed load of a day whose busiest hour has `peak` requests per second, with LOSSES.
+def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float) -> dict[str, Any]:
+    """Serve the mixed load of a day whose busiest moment has `peak` requests per second, with LOSSES. The day takes
+    `seconds`; a shorter one has the same rates, for less long.
 
     Returns:
-        the summary, and per hour: requests, share in the limits, and the 99th percentile of TTFT / its limit.
+        the summary, and for each 24th of the day: requests, share in the limits, and p99 of TTFT / its limit.
     """
     on = MACHINES[machine]
-    losses = [(3600 * hour, number % on.replicas) for number, hour in enumerate(LOSSES) if 3600 * hour < seconds]
+    losses = [(seconds * part, number % on.replicas) for number, part in enumerate(LOSSES)]
     arrivals = Stream(mix=MIXES["mixed"], rate=peak, seconds=seconds, daily=True).arrivals()
     outcome = simulate(on, attention, policy, arrivals, losses=losses)
-    return {**summary(outcome), "peak": peak, "hours": hours(outcome, arrivals)}
+    return {**summary(outcome), "peak": peak, "hours": hours(outcome, arrivals, seconds / 24)}
 
 
-def hours(outcome: Outcome, arrivals: Sequence[Arrival]) -> list[Mapping[str, float]]:
-    """Summarise each hour's arrivals."""
+def hours(outcome: Outcome, arrivals: Sequence[Arrival], hour_s: float) -> list[Mapping[str, float]]:
+    """Summarise the arrivals of each hour."""
     found = []
-    for hour in range(int(arrivals[-1].at_s // 3600) + 1):
-        came = sum(each.at_s // 3600 == hour for each in arrivals)
-        own = [each for each in outcome.ended if each.arrival.at_s // 3600 == hour]
+    for hour in range(24):
+        came = sum(each.at_s // hour_s == hour for each in arrivals)
+        own = [each for each in outcome.ended if each.arrival.at_s // hour_s == hour]
         used = [(each.first_s - each.work.arrived_s) / (each.work.deadline_s - each.work.arrived_s) for each in own]
-        row = {"hour": hour, "requests": came, "in_slo": sum(map(good, own)) / max(1, came)}
+        row = {"hour": hour, "requests_per_s": came / hour_s, "in_slo": sum(map(good, own)) / max(1, came)}
         found.append(row | {"ttft_of_limit_p99": round(float(np.percentile(used, 99)), 4) if used else 0.0})
     return found
 
@@ -92,8 +93,8 @@ def greedy(
     as much.
 
     Returns:
-        Jain's index of the prompt tokens served in the window over each tenant's max-min fair share, and the other
-        tenants' 99th percentile of TTFT, alone with an equal one and next to the greedy one.
+        Jain's index of the prompt tokens served in the window over each tenant's max-min fair share; and for the other
+        nine, with an equal tenant and with the greedy one: p99 of TTFT, share in the limits, share of cached tokens.
     """
     one = replace(MACHINES[machine], replicas=1)
     even = {f"tenant {number}": 1.0 for number in range(TENANTS)}
@@ -103,11 +104,19 @@ def greedy(
         stream = Stream(mix=MIXES["mixed"], rate=factor * rate, seconds=seconds, tenants=tenants)
         arrivals = stream.arrivals()
         runs.append((arrivals, simulate(one, attention, policy, arrivals)))
-    ttft = [
-        float(np.percentile([e.first_s - e.work.arrived_s for e in run.ended if e.arrival.tenant != "tenant 0"], 99))
-        for _, run in runs
-    ]
-    return {"jain": jain(*runs[1], seconds), "others_p99_s": ttft, "ratio": ttft[1] / ttft[0], "rate": rate}
+    others = [[each for each in run.ended if each.arrival.tenant != "tenant 0"] for _, run in runs]
+    p99 = [float(np.percentile([each.first_s - each.work.arrived_s for each in own], 99)) for own in others]
+    return {
+        "jain": jain(*runs[1], seconds),
+        "others_p99_s": p99,
+        "ratio": p99[1] / p99[0],
+        "others_in_slo": [sum(map(good, own)) / len(own) for own in others],
+        "others_cached_share": [
+            sum(each.cached_tokens or 0 for each in own) / sum(each.arrival.prompt_tokens for each in own)
+            for own in others
+        ],
+        "rate": rate,
+    }
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:

@@ -4,7 +4,7 @@ Everything follows from the seed. A prompt's tokens are random numbers, the same
 so that the real prefix cache finds what it would find. Arrivals are a Poisson process (open loop) whose rate may follow
 the hours of a day:
 
-    rate(t) = peak * (0.55 - 0.45 cos(2 pi (t - 4 h) / 24 h))
+    rate(t) = peak * (0.55 - 0.45 cos(2 pi (t / day - 1 / 6)))
 """
 
 import math
@@ -18,7 +18,6 @@ import numpy as np
 from tessera.runtime.prefix import Prefix
 from tessera.workbench.simulate.machine import LONGEST, UNIT
 
-DAY_S = 86400.0
 SYSTEM_TOKENS = 1024
 """Tokens of a chat's system prompt; all chats share one of SYSTEMS."""
 SYSTEMS = 8
@@ -96,7 +95,7 @@ class Stream:
     Attributes:
         rate: mean requests per second; of a day, the rate of its busiest hour.
         seconds: length.
-        daily: whether the rate follows the hours of a day.
+        daily: whether the rate follows a day's hours, of which `seconds` is the whole.
         tenants: tenant -> share of the texts; equal texts are asked by one tenant.
     """
 
@@ -113,7 +112,7 @@ class Stream:
         names, shares = list(self.tenants), np.array(list(self.tenants.values()))
         starts, at, found, seed = self.rate / requests_per_start(self.mix), 0.0, [], self.seed * 10_000_000
         while (at := at + rng.exponential(1 / starts)) < self.seconds:
-            if self.daily and rng.random() > 0.55 - 0.45 * math.cos(2 * math.pi * (at / DAY_S - 4 / 24)):
+            if self.daily and rng.random() > 0.55 - 0.45 * math.cos(2 * math.pi * (at / self.seconds - 1 / 6)):
                 continue
             seed += 1
             kind = ("chat", "document", "128K")[rng.choice(3, p=self.mix.weights)]
