@@ -25,7 +25,7 @@ TYPES = Types(weights="bfloat16", cache="bfloat16")
 UNIT = 256
 """Positions of a segment and of a page: a multiple of the tile and of the query tile on accelerators."""
 LONGEST = 131072
-GRID = 2048
+GRID = 4096
 """Positions between two predictions of attention and cache times; between them they are nearly linear."""
 
 Attention = Literal["dense", "kascade"]
