@@ -22,6 +22,8 @@ SYSTEM_TOKENS = 1024
 """Tokens of a chat's system prompt; all chats share one of SYSTEMS."""
 SYSTEMS = 8
 VOCAB = 128256
+BEFORE_S = 1200.0
+"""Seconds before the first request in which texts start whose later requests count, so that the rate is even."""
 
 Kind = Literal["chat", "document", "128K"]
 
@@ -107,10 +109,10 @@ class Stream:
     tenants: dict[str, float] = field(default_factory=lambda: {"": 1.0})
 
     def arrivals(self) -> list[Arrival]:
-        """Draw all arrivals."""
+        """Draw all arrivals, the first at 0 or later. No replica has seen the texts that started before."""
         rng = np.random.default_rng([3, self.seed])
         names, shares = list(self.tenants), np.array(list(self.tenants.values()))
-        starts, at, found, seed = self.rate / requests_per_start(self.mix), 0.0, [], self.seed * 10_000_000
+        starts, at, found, seed = self.rate / requests_per_start(self.mix), -BEFORE_S, [], self.seed * 10_000_000
         while (at := at + rng.exponential(1 / starts)) < self.seconds:
             if self.daily and rng.random() > 0.55 - 0.45 * math.cos(2 * math.pi * (at / self.seconds - 1 / 6)):
                 continue
@@ -119,7 +121,7 @@ class Stream:
             tenant = names[rng.choice(len(names), p=shares / shares.sum())]
             draw = {"chat": _chat, "document": _document, "128K": _longest}[kind]
             found += draw(rng, self.mix, at, tenant, seed)
-        return sorted((each for each in found if each.at_s < self.seconds), key=lambda each: each.at_s)
+        return sorted((each for each in found if 0 <= each.at_s < self.seconds), key=lambda each: each.at_s)
 
 
 def _chat(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int) -> Iterator[Arrival]:
