@@ -149,21 +149,18 @@ def crowd(seed: int, loads: dict[str, float], until: float) -> list[Work]:
 
 def test_a_greedy_tenant_takes_nothing_from_others():
     even = dict.fromkeys("abcde", 1.0)
-    waits = []
-    for loads in (even, even | {"a": 20.0}):
-        asked = crowd(3, loads, 20.0)
-        found = run(scheduler(burst=4096), asked, until=20.0)
-        others = [each for each in asked if each.tenant != "a"]
-        assert sum(each.id in found.done for each in others) > 0.98 * len(others)
-        waits.append(np.percentile([found.done.get(each.id, 20.0) - each.arrived_s for each in others], 95))
-    assert waits[1] < 0.5  # the limit of a request
-    greedy = run(scheduler(burst=1 << 60), crowd(3, even | {"a": 20.0}, 20.0), until=20.0)
-    assert found.tokens["a"] < greedy.tokens["a"]  # without shares, the greedy tenant takes from others
+    asked = crowd(3, even | {"a": 16.0}, 4.0)
+    others = [each for each in asked if each.tenant != "a"]
+    fair, unfair = (run(scheduler(burst=burst), clone(asked), until=4.0) for burst in (4096, 1 << 60))
+    late = [sum(found.done.get(each.id, 9e9) > each.deadline_s for each in others) for found in (fair, unfair)]
+    assert late[0] < 0.03 * len(others)
+    assert late[1] > 3 * late[0] + 5
+    assert fair.tokens["a"] > 0.3 * sum(fair.tokens.values())  # what the others leave is its own
 
 
 def test_tenants_that_all_ask_too_much_get_equal_shares():
-    found = run(scheduler(burst=4096), crowd(5, {"a": 30.0, "b": 10.0, "c": 8.0}, 10.0), until=10.0)
-    assert max(found.tokens.values()) - min(found.tokens.values()) < 0.05 * sum(found.tokens.values())
+    found = run(scheduler(burst=4096), crowd(5, {"a": 30.0, "b": 10.0, "c": 8.0}, 2.0), until=2.0)
+    assert max(found.tokens.values()) - min(found.tokens.values()) < 0.1 * sum(found.tokens.values())
 
 
 def test_a_tenant_that_was_idle_saved_nothing():
@@ -176,7 +173,7 @@ def test_a_tenant_that_was_idle_saved_nothing():
     assert each.chunk(2.0, [busy, new], [])[0][0] is busy
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 1000))
 def test_equal_calls_give_equal_results(seed):
     asked = crowd(seed, {"a": 3.0, "b": 20.0}, 1.0)
