@@ -31,8 +31,8 @@ def same(one, two):
     return [(a.dtype, a.shape, a.tobytes()) for a in one] == [(b.dtype, b.shape, b.tobytes()) for b in two]
 
 
-def page_file(spill, key):
-    return next(path for path in spill.rglob("*") if path.name == key.hex())
+def page_file(folder, key):
+    return next(folder.glob(f"*/{key.hex()}"))
 
 
 def test_the_bits_of_every_dtype_survive_a_restart(tmp_path):
@@ -52,18 +52,15 @@ def test_the_bits_of_every_dtype_survive_a_restart(tmp_path):
 
 def test_a_damaged_or_foreign_file_is_removed_and_said(tmp_path, caplog):
     spill = Spill(tmp_path, SALT, LIMIT)
-    other = Spill(tmp_path, b"another model", LIMIT)
-    other.save(KEYS[0], arrays())
-    foreign = page_file(tmp_path, KEYS[0]).read_bytes()
     spill.save(KEYS[1], arrays())
-    whole = page_file(tmp_path, KEYS[1]).read_bytes()
+    place = page_file(tmp_path, KEYS[1])
+    whole = place.read_bytes()
+    Spill(tmp_path, b"another model", LIMIT).save(KEYS[1], arrays(1))
+    foreign = next(path for path in tmp_path.glob(f"*/{KEYS[1].hex()}") if path != place).read_bytes()
     damaged = [whole[: len(whole) // 2], whole[:20], b"", b"PNG" * 99, whole + b"\0", foreign]
     damaged += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 33, 50, len(whole) - 1)]
-    other.save(KEYS[2], arrays())
-    damaged.append(page_file(tmp_path, KEYS[2]).read_bytes())
     for data in damaged:
         spill.save(KEYS[1], arrays())
-        place = next(tmp_path.glob(f"*/{KEYS[1].hex()}"))
         place.write_bytes(data)
         caplog.clear()
         assert spill.load(KEYS[1]) is None
@@ -74,10 +71,14 @@ def test_a_damaged_or_foreign_file_is_removed_and_said(tmp_path, caplog):
 
 
 def test_the_oldest_pages_of_all_models_make_room(tmp_path):
-    size = len(page_file_of_one_page(tmp_path / "size"))
+    Spill(tmp_path / "one", SALT, LIMIT).save(KEYS[0], arrays())
+    size = page_file(tmp_path / "one", KEYS[0]).stat().st_size
     folder, limit = tmp_path / "pages", 4 * size
     old, spill = Spill(folder, b"another model", limit), Spill(folder, SALT, limit)
-    (folder / "notes.txt").write_text("mine")
+    mine = [folder / "notes.txt", next(folder.iterdir()) / "notes.txt", folder / "mine" / KEYS[0].hex()]
+    mine[2].parent.mkdir()
+    for path in mine:  # older than every page
+        path.write_text("mine")
     old.save(KEYS[0], arrays())
     for key in KEYS[1:4]:
         spill.save(key, arrays())
@@ -92,12 +93,7 @@ def test_the_oldest_pages_of_all_models_make_room(tmp_path):
     assert [again.has(key) for key in KEYS[1:7]] == [False, False, True, False, True, True]
     Spill(folder, SALT, 2 * size)
     assert [again.has(key) for key in KEYS[3:7]] == [False, False, False, True]
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-def page_file_of_one_page(folder):
-    Spill(folder, SALT, LIMIT).save(KEYS[0], arrays())
-    return page_file(folder, KEYS[0]).read_bytes()
+    assert [path.read_text() for path in mine] == ["mine"] * 3
 
 
 def test_a_page_larger_than_the_limit_evicts_nothing(tmp_path, caplog):
@@ -171,6 +167,23 @@ def test_evicted_pages_come_back_from_disk(tmp_path):
     assert prefix.match(hashes) == pages[:1]
     found = [Spill(tmp_path, SALT, LIMIT).load(name) for name in hashes]
     assert found == [None, [np.array(8)], [np.array(9)]]
+
+
+def test_what_the_system_refuses_is_said(tmp_path, caplog):
+    """A folder in the place of a page: it can be neither read nor replaced."""
+    spill = Spill(tmp_path, SALT, LIMIT)
+    spill.save(KEYS[0], arrays())
+    path = page_file(tmp_path, KEYS[0])
+    path.unlink()
+    path.mkdir()
+    assert not spill.has(KEYS[0])
+    assert spill.load(KEYS[0]) is None
+    assert not spill.save(KEYS[0], arrays())
+    spill.remove(KEYS[0])
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "cannot read a spilled page",
+        "cannot spill a page",
+    ]
 
 
 def test_bad_calls_are_refused_by_name(tmp_path):

@@ -135,11 +135,9 @@ class Spill:
     def _touch(self, path: Path) -> bool:
         """Make a file the newest, and return whether it exists. The clock is finer than the file system's own."""
         now = time.time_ns()
-        try:
+        with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
-        except OSError:
-            return path.is_file()
-        return True
+        return path.is_file()
 
     def _make_room(self, size: int) -> None:
         """Remove the oldest files if `size` more bytes would exceed the limit.
