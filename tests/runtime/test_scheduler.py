@@ -67,6 +67,8 @@ def test_the_most_requests_are_in_time():
     """By deadline alone, the long prompt would go first and all three would be late."""
     long, first, second = work(1, 50_000, due=1.0), work(2, 2000, due=1.1), work(3, 2000, due=1.2)
     assert scheduler().admit(0.0, [long, second, first]) == [first, second, long]
+    before, after = work(1, 50_000, due=1.8), work(2, 10_000, due=1.85)  # 1.75 s and 0.15 s
+    assert scheduler().admit(0.0, [before, after]) == [after, before]
     easy = work(1, 50_000, due=9.0)
     assert scheduler().admit(0.0, [work(4, 64, due=10.0), easy])[0] is easy
 
