@@ -11,6 +11,7 @@ import httpx2
 
 from tessera.chat.turns import Turns, answered
 from tessera.core import interrupt
+from tessera.core.escapes import escaped
 from tessera.generate import Interrupted
 
 WAIT_S = 1.0
@@ -87,8 +88,11 @@ class RemoteChat(Turns):
             models = self._client.get("/v1/models")
         if models.status_code != 200:
             raise ValueError(self._refusal(models))
-        self.source = models.json()["data"][0]["id"]
-        say(f"{self.source} at {self.url}")
+        try:
+            self.source = str(models.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.url}/v1/models names no model: correct --url") from error
+        say(f"{escaped(self.source)} at {self.url}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -144,7 +148,7 @@ class RemoteChat(Turns):
             return f"{self.url} refuses the API key: name the file that holds it with --api-key-file"
         try:
             said = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):  # not a server with OpenAI's API
+        except (ValueError, LookupError, TypeError):  # not a server with OpenAI's API
             said = response.text[:200]
         return f"{self.url} answers {response.status_code}: {said}"
 
