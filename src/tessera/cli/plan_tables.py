@@ -84,9 +84,11 @@ def _speed(speed: Speed) -> tuple[str, ...]:
 def _notes(answer: Answer) -> list[str]:
     q, lines = answer.question, []
     if answer.choice is None:
-        lines.append(f"Nothing fits. {_name(answer.pairs[-1])}: {answer.pairs[-1].why_not}.")
+        too_large = [f" {_name(pair)}: {pair.why_not}." for pair in answer.pairs if not pair.refused]
+        lines.append("Nothing fits." + "".join(too_large[-1:]))  # the narrowest types come last
     else:
         lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
+    lines += _refusals(answer)
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
@@ -94,4 +96,17 @@ def _notes(answer: Answer) -> list[str]:
     if answer.sharing is not None:
         how = answer.sharing.explain(q.batch, min(q.chunk, q.length))
         lines.append(f"{how[0].upper()}{how[1:]}. The times assume that chunks are shared by heads.")
+    return lines
+
+
+def _refusals(answer: Answer) -> list[str]:
+    """Return a line per reason for which pairs are refused whatever the memory."""
+    found: dict[str, list[Pair]] = {}
+    for pair in answer.pairs:
+        if pair.refused:
+            found.setdefault(pair.refused, []).append(pair)
+    lines = []
+    for reason, pairs in found.items():  # a reason holds for every one of these weights with every one of these caches
+        weights, caches = (", ".join(dict.fromkeys(getattr(p, name) for p in pairs)) for name in ("weights", "cache"))
+        lines.append(f"Refused: weights {weights} with cache {caches}: {reason}.")
     return lines

@@ -36,7 +36,8 @@ class Pair:
     Attributes:
         parts: bytes on one device during a prefill chunk or a decode step, whichever takes more.
         usable_bytes: memory of one device that programs can use.
-        why_not: why the pair does not fit; empty if it fits.
+        refused: why the devices cannot share the model in these types, whatever the memory; empty if they can.
+        why_not: why the pair does not fit: `refused`, or what takes too much memory; empty if it fits.
         longest: longest context, in tokens, that fits at the question's batch; 0 if none does.
         largest: largest batch that fits at the question's length; 0 if none does.
         dense, kascade: predicted times under dense and under Kascade attention.
@@ -47,6 +48,7 @@ class Pair:
     parts: Footprint
     usable_bytes: float
     fits: bool
+    refused: str
     why_not: str
     longest: int
     largest: int
@@ -150,6 +152,7 @@ def _pair(q: Question, types: Types, refused: str) -> Pair:
         parts=found,
         usable_bytes=usable,
         fits=good,
+        refused=refused,
         why_not="" if good else refused or _why_not(found, usable),
         longest=0 if refused else _most(lambda size: fits(peak(q, types, length=size), usable)),
         largest=0 if refused else _most(lambda size: fits(peak(q, types, batch=size), usable)),
