@@ -88,6 +88,14 @@ def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys
     assert "Nothing fits. int8, int8: " in shown
 
 
+@pytest.mark.parametrize(("model", "said"), [("llama-3.2-1b", True), ("llama-3.2-3b", False)])
+def test_it_says_that_shares_are_of_wider_heads(model, said, capsys):
+    """llama-3.2-1b has heads of 64, llama-3.2-3b of 128."""
+    words = "share of peak of heads of 128: with heads of 64, prefill takes longer than predicted."
+    assert cli.main(f"plan {model} --weights bfloat16".split()) == 0
+    assert (words in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_a_narrow_terminal_cuts_no_figures_off(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     assert cli.main(LLAMA.split()) == 0

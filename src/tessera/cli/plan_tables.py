@@ -6,7 +6,7 @@ from rich.table import Table
 
 from tessera.models.weights import num_parameters
 from tessera.runtime.planner import Answer, Pair
-from tessera.runtime.roofline import Speed
+from tessera.runtime.roofline import DERIVED, HEAD_DIM, Speed
 
 GIB = 1 << 30
 WORDS = ("weights, cache", "reads", "bound by")
@@ -89,6 +89,12 @@ def _notes(answer: Answer) -> list[str]:
     else:
         lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
     lines += _refusals(answer)
+    if answer.choice is not None and q.chip in DERIVED and q.config.head_dim != HEAD_DIM:
+        doubt = "takes longer than predicted" if q.config.head_dim < HEAD_DIM else "may differ from the prediction"
+        lines.append(
+            f"Attention counts at the share of peak of heads of {HEAD_DIM}: with heads of {q.config.head_dim}, prefill "
+            f"{doubt}."
+        )
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:

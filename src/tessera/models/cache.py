@@ -148,7 +148,7 @@ def append(
     must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    if stripe is not None and context.num_parts() > 1:
+    if stripe is not None and context.traced_stripes() > 1:
         return context.append(cache, rows, q_start, layer, stripe)
     return _write(cache, rows, q_start, layer, axis=1)
 

@@ -18,7 +18,7 @@ from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, f
 from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
-from tessera.runtime.roofline import Question, Speed, layer_parameters, speed
+from tessera.runtime.roofline import HEAD_DIM, Question, Speed, layer_parameters, speed
 from tessera.runtime.spread import Sharing
 
 WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "int4-g128", "int4")
@@ -83,6 +83,8 @@ class Answer:
             **{name: getattr(q, name) for name in ("chip", "devices", "batch", "length", "chunk")},
             "mesh": asdict(self.division),
             "parameters": num_parameters(q.config),
+            "head_dim": q.config.head_dim,
+            "shares_head_dim": HEAD_DIM,
             "first_choice": None if choice is None else {"weights": choice.weights, "cache": choice.cache},
             "pairs": pairs,
             "exchange": exchange,

@@ -72,7 +72,7 @@ def estimate_mass(
     `KeyValues`: blocks average keys times scales, and for a single row the scores are scaled instead of the keys.
     """
     how.check(spec.tile)
-    if spec.stripe is not None and context.num_parts() > 1:
+    if spec.stripe is not None and context.traced_stripes() > 1:
         mine = partial(estimate_mass, spec=replace(spec, stripe=None), how=how)
         return context.tile_masses(lambda q, k, where: mine(q, k, positions=where), q_BTNH, k_BKSH, spec, positions)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
