@@ -353,6 +353,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "planned": planned.steps,
         "parts": planned.parts,
         "planned-bits": planned.fewer_bits,
+        "step-memory": planned.step_memory,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,

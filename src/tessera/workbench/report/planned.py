@@ -1,4 +1,4 @@
-"""The tables of `tessera study planner` and `tessera study fusions`."""
+"""The tables of `tessera study planner`, `tessera study fusions` and `tessera study memory`."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -90,3 +90,25 @@ def fewer_bits(records: Sequence[Record]) -> str:
         rows.append([name, record.what.kernel, *sizes, f"{three(facts['decode_ms'])} ms", goal])
     header = ["step", "attention", "planned", "compiled", "predicted per token", "goal"]
     return markdown(header, rows) + provenance(list(chosen.values())) if rows else ""
+
+
+def step_memory(records: Sequence[Record]) -> str:
+    """Show the memory of steps in several forms, and measured times; in brackets, relative to the step's first form.
+
+    Results that take the place of a donated argument count once, as arguments.
+    """
+    chosen = newest(r for r in records if r.what.op == "memory of a step")
+    first: dict[str, Record] = {}
+    rows = []
+    for record in chosen:
+        base, held = first.setdefault(record.what.workload, record), record.facts["memory"]
+        total, ms = quantity(record.median, "bytes"), record.facts.get("ms")
+        took = "" if ms is None else quantity(ms / 1e3, "s")
+        if record is not base:
+            total += f" ({record.median / base.median:.2f})"
+            took += "" if ms is None else f" ({ms / base.facts['ms']:.2f})"
+        sizes = held["argument"], held["output"] - held["alias"], held["temp"]
+        parts = (quantity(size, "bytes") for size in sizes)
+        rows.append([record.what.workload, f"{record.what.kernel}, {record.what.dtype}", total, *parts, took])
+    header = ["step", "form", "memory", "arguments", "new results", "temporaries", "time"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
