@@ -35,6 +35,8 @@ class Worker:
         """Seconds of the prompt and of `steps` more tokens after the first, and the first token."""
         request = {"prompt": tokens, "n_predict": steps + 1, "temperature": 0, "n_probs": 1}
         answer = self.server.handle_completions({**request, "cache_prompt": False, "ignore_eos": True})
+        if "timings" not in answer:
+            raise ValueError(f"llama.cpp gave no answer to {len(tokens)} tokens: {answer}")
         timings = answer["timings"]
         if timings["prompt_n"] != len(tokens) or timings["predicted_n"] != steps + 1:
             raise ValueError(f"{timings} must count {len(tokens)} and {steps + 1} tokens")

@@ -17,6 +17,7 @@ from tessera.sparse.kascade import Kascade
 
 CONFIG = replace(TINY, num_layers=2, max_positions=512)
 KASCADE = Kascade.from_plan(replace(PLAN, num_layers=2, head_map=((0, 1), (1, 0))))
+OWN = replace(KASCADE, anchors=(), own=(0, 1), head_map=((0, 1), (0, 1)), heads="identity")
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (150, 70)]
 
 
@@ -51,19 +52,15 @@ def answer(one: Session) -> list[np.ndarray]:
     return steps
 
 
-@pytest.mark.parametrize("policy", [pytest.param(Dense(), marks=pytest.mark.exhaustive), KASCADE], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(Dense(), marks=pytest.mark.exhaustive), KASCADE, OWN], ids=["dense", "kascade", "own"]
+)
 def test_a_paged_cache_gives_the_same_logits(policy):
     whole, parts = answer(session(policy)), answer(paged(policy, 64))
     assert all(np.isfinite(x).all() for x in whole)
     for x, y in zip(whole, parts, strict=True):
         assert np.array_equal(x.argmax(-1), y.argmax(-1))
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
-
-
-def test_layers_that_choose_by_cheap_scores_refuse_pages():
-    one = paged(replace(KASCADE, head_map=((0, 1), (0, 1)), own=(1,)), 64)
-    with pytest.raises(ValueError, match="cheap scores cannot read keys that are stored in pages"):
-        one.prefill(PROMPTS)
 
 
 def test_rows_of_a_paged_cache_are_refused():

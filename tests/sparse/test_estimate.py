@@ -4,11 +4,12 @@ from functools import partial
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.attention.dispatch import attention
 from tessera.sparse.estimate import Estimate
 from tessera.sparse.estimate import estimate_mass as estimate_head_major
@@ -23,7 +24,8 @@ def draw(batch=2, queries=64, keys=128, heads=4, kv_heads=2, width=8, seed=0):
 @partial(jax.jit, static_argnums=(2, 4))
 def estimate_mass(q, k, spec, positions, how):
     """Estimate masses from keys in the layout [B,S,K,H]."""
-    return estimate_head_major(q, k.swapaxes(1, 2), spec, positions, how)
+    kv = KeyValues(k.swapaxes(1, 2), jnp.zeros(0))  # no value is read
+    return estimate_head_major(q, kv, spec, positions, how)
 
 
 def plain(q, k, spec, positions, how):
@@ -141,8 +143,55 @@ def test_int8_keys_count_as_the_numbers_they_mean(queries, how):
     spec = AttentionSpec(tile=16, query_tile=32)
     positions = Positions(*(np.array([x] * 2, np.int32) for x in (100 - queries, 100, queries)))
     estimate = jax.jit(estimate_head_major, static_argnums=(2, 4))
-    found = estimate(q, k.swapaxes(1, 2), spec, positions, how, scales)
+    found = estimate(q, KeyValues(k.swapaxes(1, 2), jnp.zeros(0), scales=scales), spec, positions, how)
     np.testing.assert_allclose(found, plain(q, meant, spec, positions, how), atol=1e-5)
+
+
+def in_pages(kv: KeyValues, page: int, used: np.ndarray) -> KeyValues:
+    """Deal sequences to shuffled pages of a pool of NaN; past used[b] keys, the table names the null page."""
+    batch, count = kv.k.shape[0], kv.num_keys // page
+    table = np.random.default_rng(5).permutation(np.arange(1, batch * count + 1)).reshape(batch, count).astype(np.int32)
+
+    def deal(x: np.ndarray, axis: int) -> np.ndarray:
+        parts = np.stack(np.split(np.asarray(x), count, axis), 1)  # [B,J,K,...]
+        fill = np.nan if x.dtype != np.int8 else 99
+        pool = np.full((batch * count + 1, *parts.shape[2:]), fill, x.dtype)
+        pool[table] = parts
+        return pool
+
+    k, scales = deal(kv.k, 2), None if kv.scales is None else deal(kv.scales, 3)
+    unused = np.arange(count) * page >= used[:, None]
+    for pool in (k, scales):
+        if pool is not None:
+            pool[table[unused]] = np.nan if pool.dtype != np.int8 else 99
+    return KeyValues(k, k, np.where(unused, 0, table), scales)
+
+
+@pytest.mark.parametrize(
+    ("queries", "how", "heads", "int8"),
+    [
+        (1, Estimate(), None, False),
+        (1, Estimate(), (1,), True),
+        (64, Estimate(keys=1, rows=4), (1,), False),
+        (64, Estimate(keys=4), None, True),
+    ],
+)
+def test_keys_in_pages_have_the_same_estimates(queries, how, heads, int8):
+    rng = np.random.default_rng(7)
+    q, k = draw(queries=queries, keys=192)
+    kv = KeyValues(k.swapaxes(1, 2), jnp.zeros(0))
+    if int8:
+        scales = np.exp(rng.normal(size=(2, 2, 2, 192)) - 4).astype(ml_dtypes.bfloat16)
+        kv = KeyValues(rng.integers(-127, 128, (2, 2, 192, 8), dtype=np.int8), jnp.zeros(0), scales=scales)
+    kv_len = np.array([150, 70], np.int32)
+    positions = Positions(kv_len - queries, kv_len, np.full(2, queries, np.int32))
+    spec = AttentionSpec(tile=16, query_tile=32, softcap=5.0)
+    estimate = jax.jit(estimate_head_major, static_argnums=(2, 4, 5))
+    if heads is not None:
+        q = q[:, :, 2:]
+    np.testing.assert_array_equal(
+        estimate(q, kv, spec, positions, how, heads), estimate(q, in_pages(kv, 64, kv_len), spec, positions, how, heads)
+    )
 
 
 def test_later_keys_do_not_change_an_estimate():

@@ -68,6 +68,28 @@ def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> 
     return KeyValues(k, v, scales=jnp.swapaxes(pick(kv.scales, ids), 1, 2).reshape(heads, 2, size))
 
 
+def read_positions(kv: KeyValues, start: Array, size: int) -> KeyValues:
+    """Copy positions [start, start + size) of every sequence: k and v [B,K,size,H], scales [B,K,2,size].
+
+    Unlike `take_block`, it keeps the axis of KV heads, which a mesh may split. If the keys are paged, start and size
+    must be multiples of the page.
+    """
+    if kv.pages is None:
+        k, v, scales = (
+            None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+            for x, axis in ((kv.k, 2), (kv.v, 2), (kv.scales, 3))
+        )
+        return KeyValues(k, v, scales=scales)
+    page = kv.k.shape[2]
+    ids = jax.lax.dynamic_slice_in_dim(kv.pages, start // page, size // page, axis=1)
+
+    def read(pool: Array, axis: int) -> Array:  # [P,K,...] -> [B,K,...], whose `axis` counts positions
+        taken = jnp.moveaxis(pick(pool, ids), 1, axis)
+        return taken.reshape(*taken.shape[:axis], size, *taken.shape[axis + 2 :])
+
+    return KeyValues(read(kv.k, 2), read(kv.v, 2), scales=None if kv.scales is None else read(kv.scales, 3))
+
+
 def take_tiles(kv: KeyValues, x: Int32[Array, "... 1"], start: Int32[Array, "... P"], tile: int) -> KeyValues:
     """Copy the tiles that start at `start` out of a paged `flat` record: k and v [...,P*tile,H], scales [...,2,P*tile].
 

@@ -1,4 +1,4 @@
-"""The flags of `tessera serve`. Heavy imports wait until it runs."""
+"""The flags of `tessera serve`. Heavy modules are imported only when it runs."""
 
 import os
 import sys
@@ -12,6 +12,14 @@ from tessera.cli import flags
 from tessera.cli.flags import Omittable
 
 PATH = tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
+BOUNDS = (
+    ("port", 0, 65535),
+    ("slots", 1, 4096),
+    ("queue", 0, 10**6),
+    ("context", 2, 2**31),
+    ("pages", 1, 2**31),
+)
+"""Smallest and largest values of flags."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -28,7 +36,7 @@ class Serve:
     attention: Omittable[Literal["dense", "kascade"]] = None
     """Attention policy; if not given, kascade if there is a plan, else dense."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs --api-key-file."""
+    """Address to listen on; an address that other machines can reach needs --api-key-file."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key_file: Omittable[Path] = None
@@ -39,7 +47,12 @@ class Serve:
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
-    """Requests that are answered at the same time, below the plan's cross-over and above it."""
+    """Requests that are answered at the same time."""
+    pages: Omittable[int] = None
+    """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
+    most a quarter of the free memory on a CPU, and 80 % elsewhere."""
+    exact: bool = False
+    """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
     queue: int = 64
     """Requests that may be open beyond --slots; more are refused with status 429."""
     dtype: flags.Dtype = "auto"
@@ -59,7 +72,7 @@ class Serve:
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
-        for name, least, most in (("port", 0, 65535), ("slots", 1, 4096), ("queue", 0, 10**6), ("context", 2, 2**31)):
+        for name, least, most in BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
@@ -72,7 +85,7 @@ class Serve:
         with bound:
             site = self.site()
             server.run(site, bound, keys)
-        if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
+        if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
@@ -106,7 +119,8 @@ class Serve:
         names = ("dtype", "weights", "cache", "mesh", "plan")
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         grammars = grammars_for(model)
-        context = context_that_fits(model, self.slots, self.context)
-        service = start(model, context=context, slots=self.slots, queue=self.queue)
+        context = context_that_fits(model, self.context)
+        sizes = {"slots": self.slots, "queue": self.queue, "pages": self.pages, "exact": self.exact}
+        service = start(model, context=context, **sizes)
         name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
         return Site(model=model, name=name, service=service, context=context, grammars=grammars)

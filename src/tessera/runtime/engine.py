@@ -20,10 +20,15 @@ import jax
 from tessera.core import interrupt
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
+from tessera.models.pages import Pages
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
-from tessera.runtime.lane import Lane, fail
-from tessera.runtime.requests import End, Event, Failure, Held, Request, Ticket, Token, check_tokens
+from tessera.runtime.choosing import fail
+from tessera.runtime.lane import Lane
+from tessera.runtime.paged_lane import PagedLane
+from tessera.runtime.pool import Paging, Pool
+from tessera.runtime.prefix import Prefix
+from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
 from tessera.runtime.step import Session, require_room
 from tessera.sparse.contract import Policy
@@ -52,6 +57,8 @@ class Engine:
         cache: dtype of keys and values, "int8" or None for the weights' own.
         together: whether prompts that fill all rows of a lane are prefilled in one batch. A server switches this off:
             that halves the programs to compile, and its prompts seldom come together.
+        paging: keep keys in pages: all requests then share one lane, prompts that begin alike share keys, and a row's
+            position alone selects its policy. `num_keys` is then the maximum per request; needs `slots`.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Engine:
         lag: int | None = None,
         cache: str | None = None,
         together: bool = True,
+        paging: Paging | None = None,
     ):
         if slots is not None and slots < 1:
             raise ValueError(f"{slots=} must be at least 1, or None")
@@ -74,7 +82,10 @@ class Engine:
         self.slots, self.num_keys, self.sizes, self.cache = slots, num_keys, sizes, cache
         self.lag = (0 if jax.default_backend() == "cpu" else LAG) if lag is None else lag
         self.together = together
-        self.lanes: dict[Policy, Lane] = {}
+        self.paging = paging
+        if paging is not None and slots is None:
+            raise ValueError("slots=None: an engine with pages needs a number of rows")
+        self.lanes: dict[Policy, Lane | PagedLane] = {}
         self._waiting: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
         self._submitted = 0
@@ -89,6 +100,18 @@ class Engine:
         """Number of requests that wait for a row."""
         queues = (self._waiting, *(lane.waiting for lane in self.lanes.values()))
         return sum(ticket.open for queue in queues for ticket in queue)
+
+    @property
+    def pool_state(self) -> PoolState | None:
+        """How full the pool of pages is; None without pages, or before the first request."""
+        lane = self.lanes.get(self.policy)
+        return lane.state if isinstance(lane, PagedLane) else None
+
+    def policy_of(self, num_keys: int) -> Policy:
+        """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
+        if self.paging is None:
+            return self.policy.at_length(num_keys)
+        return self.policy.at_position(num_keys - 1, self.paging.unit)
 
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
@@ -200,7 +223,7 @@ class Engine:
         if extras:
             found |= {method | Method(extra=True) for method in found}
         rows, programs = self.slots or 1, 0
-        for policy in dict.fromkeys(self.policy.at_length(n) for n in (1, self.num_keys)):
+        for policy in dict.fromkeys(self._policy_of(n) for n in (1, self.num_keys)):
             lane = self.lanes.get(policy) or self._open(policy, rows, self.num_keys, self.num_keys)
             programs += lane.warm(found, joins=joins)
         return programs
@@ -210,7 +233,7 @@ class Engine:
         groups: dict[Policy, list[Ticket]] = {}
         for ticket in self._waiting:
             if ticket.open:  # each request's length alone selects its policy
-                groups.setdefault(self.policy.at_length(ticket.answer.num_keys), []).append(ticket)
+                groups.setdefault(self._policy_of(ticket.answer.num_keys), []).append(ticket)
         self._waiting, failures = [], []
         if groups.keys() - self.lanes.keys():  # drop idle lanes, whose caches take memory
             self.lanes = {policy: lane for policy, lane in self.lanes.items() if lane.busy or policy in groups}
@@ -220,6 +243,10 @@ class Engine:
             if policy in self.lanes:
                 self.lanes[policy].waiting.extend(ticket for ticket in tickets if ticket.open)
         return failures
+
+    def _policy_of(self, num_keys: int) -> Policy:
+        """Return the policy whose lane takes a request."""
+        return self.policy if self.paging is not None else self.policy.at_length(num_keys)
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
         """Open a lane for as many requests as fit in memory; drop the longest first and return their Failure events."""
@@ -237,10 +264,18 @@ class Engine:
             break
         return failures
 
-    def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane:
+    def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane | PagedLane:
+        if self.paging is not None:
+            self.lanes[policy] = self._open_pool()
+            return self.lanes[policy]
         num_keys = max(num_keys, self.num_keys)
         size = {"batch": batch, "num_keys": num_keys, "cache": self.cache}
         require_room(self.params, self.config, **size, num_tokens=num_tokens)
         session = Session(self.params, self.config, policy, **size, sizes=self.sizes)
         self.lanes[policy] = Lane(session, self.lag, self.together)
         return self.lanes[policy]
+
+    def _open_pool(self) -> PagedLane:
+        pool = Pool(self.params, self.config, self.policy, context=self.num_keys, paging=self.paging, cache=self.cache)
+        prefix = Prefix(Pages(self.paging.num_pages, self.paging.page), pool.salt())
+        return PagedLane(pool, prefix, slots=self.slots, lag=self.lag)

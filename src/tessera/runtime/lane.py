@@ -7,34 +7,19 @@ so a later prompt with the same prefix starts after them. Keys that decode wrote
 sparse policy they differ from those of a prefill (see `chat`).
 """
 
-import math
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
-from jax.sharding import Mesh
-from jaxtyping import Float, Int32
 
-from tessera.core.mesh import keep, program, put
-from tessera.runtime.requests import End, Event, Failure, Held, Ticket, Token, explain_not_finite
-from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, seen_tokens
+from tessera.core.mesh import put
+from tessera.runtime.choosing import Pending, count_reads, fail, hand_out, pick, set_row, warm_choices
+from tessera.runtime.requests import Event, Held, Ticket
+from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.step import Prefill, Session, require_room
 from tessera.sparse.contract import Reads
-
-NEUTRAL = Sampling()
-"""Sampling parameters of a row without a request."""
-
-
-@program()
-def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
-    """Return the array with one row replaced by the only row of `new`; steps in flight still read the old array."""
-    return keep(array.at[row].set(new[0]))
 
 
 class Joining(NamedTuple):
@@ -42,14 +27,6 @@ class Joining(NamedTuple):
 
     run: Prefill
     tickets: Sequence[Ticket]
-
-
-class Pending(NamedTuple):
-    """A step that the device may still be computing. `rows` pairs each request with its row in the arrays."""
-
-    choice: Choice
-    reads: Sequence[Reads]
-    rows: Sequence[tuple[int, Ticket]]
 
 
 class Lane:
@@ -92,7 +69,10 @@ class Lane:
         """Wait for the oldest pending steps, as many as `advance` found to be due; return all new events."""
         events, self._failed = self._failed, []
         for _ in range(min(self._due, len(self._pending))):
-            events += self._take(self._pending.popleft())
+            found, broken = hand_out(self._pending.popleft(), self.session.params)
+            events += found
+            for ticket in broken:
+                self._kept[ticket.row] = ()
         return events
 
     def hold(self, tokens: Sequence[int]) -> Held:
@@ -250,91 +230,3 @@ class Lane:
         for _, ticket in rows:
             ticket.chosen += 1
         self._pending.append(Pending(choice, reads, rows))
-
-    def _take(self, pending: Pending) -> list[Event]:
-        """Wait for one step and hand its tokens to their answers."""
-        tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
-        ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
-        now_s, events, reason = time.perf_counter(), [], ""
-        for row, ticket in pending.rows:
-            if not ticket.open:
-                continue
-            token, logprob = int(tokens[row]), float(logprobs[row])
-            if not math.isfinite(logprob):
-                self._kept[ticket.row] = ()
-                reason = reason or explain_not_finite(self.session.params)
-                events.append(fail(ticket, ValueError(reason)))
-                continue
-            count_reads(ticket, pending.reads, row)
-            piece = ticket.answer.push(token, logprob, now_s)
-            count = ticket.request.top_logprobs
-            top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()
-            events.append(Token(ticket.id, token, logprob, piece, top))
-            if ticket.answer.done:
-                events.append(End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused))
-            elif ticket.guide is not None:
-                try:
-                    ticket.guide.push(token)
-                    ticket.allowed = ticket.guide.allowed()
-                except ValueError as error:
-                    events.append(fail(ticket, error))
-        return events
-
-
-def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
-    """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
-    samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
-    method = reduce(or_, (ticket.request.method for ticket in tickets if ticket is not None), NEUTRAL.method)
-    values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
-    seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
-    steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
-    bias = bias_of(tickets, scores.shape) if method.extra else None
-    return choose(scores, seen if method.penalised else None, seeds, steps, values, bias, method=method)
-
-
-def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
-    """Return what is added to each row's logits: its request's bias, and -inf for tokens that its guide forbids."""
-    bias = np.zeros(shape, np.float32)
-    for row, ticket in zip(bias, tickets):
-        if ticket is None or not ticket.open:
-            continue
-        for token, value in ticket.request.bias.items():
-            row[token] = value
-        if ticket.allowed is not None:
-            row[~ticket.allowed] = -np.inf
-    return bias
-
-
-def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
-    """Run the sampling program of every method once; return the number of programs."""
-    scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
-    seen = put(np.zeros((batch, vocab_size), bool), mesh)
-    values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
-    seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
-    bias = np.zeros((batch, vocab_size), np.float32)
-    done = [
-        choose(
-            scores,
-            seen if m.penalised else None,
-            seeds,
-            steps,
-            values,
-            bias if m.extra else None,
-            method=m,
-        )
-        for m in methods
-    ]
-    return len(jax.block_until_ready(done))
-
-
-def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:
-    """Add the key counts of one row, from one or more calls, to the request's answer."""
-    if reads:
-        read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
-        ticket.answer.count(read_L, visible_L)
-
-
-def fail(ticket: Ticket, error: Exception) -> Failure:
-    """Mark a request as dropped and return its Failure event."""
-    ticket.dropped = True
-    return Failure(ticket.id, error)

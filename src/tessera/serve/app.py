@@ -57,7 +57,16 @@ class Site:
 
 @dataclass(eq=False)
 class Answer:
-    """One choice of a response while it is generated; `tokens` is None unless token probabilities are reported."""
+    """One choice of a response while it is generated.
+
+    Attributes:
+        index: number of the choice in the response, from 0.
+        policy: name of the attention policy that the choice runs under.
+        speech: splitter of its text into plain text and tool calls.
+        tokens: its tokens so far; None unless the response reports token probabilities.
+        job: its request in the service.
+        end: the engine's last event for it; None until it is complete.
+    """
 
     index: int
     policy: str
@@ -68,7 +77,7 @@ class Answer:
 
 
 def create(site: Site) -> FastAPI:
-    """Build the application."""
+    """Build the FastAPI application that answers all routes for `site`."""
     app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None)
 
     @app.exception_handler(Refusal)
@@ -149,7 +158,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _check_model(site: Site, name: str | None) -> None:
     if name is not None and name != site.name:
-        raise Refusal(404, f"model={name!r:.80} is not served here: this server has {site.name!r}", param="model")
+        raise Refusal(404, f"model={name!r:.80} is not served here: ask for {site.name!r}", param="model")
 
 
 def _tokenizer(site: Site):
@@ -185,7 +194,9 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
     if schema is None:
         return None
     if site.grammars is None:
-        raise Refusal(400, f"{site.name} has no tokenizer with an end token: response_format must be text")
+        raise Refusal(
+            400, f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and calls need: ask for text"
+        )
     try:
         return await asyncio.to_thread(site.grammars.json, schema)
     except ValueError as error:
@@ -195,7 +206,11 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
 def requests_of(
     site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` of each prompt, with seeds that count up from the request's."""
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...; s is the body's or random.
+
+    Raises:
+        Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.
+    """
     usual = site.model.generation_config.sampling().get("temperature", 1.0)
     try:
         sampling = site.model.sampling(**{"temperature": usual} | body.sampling())
@@ -231,7 +246,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
-    policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
+    policies = [site.service.policy_of(one) for one in asked]
     answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 

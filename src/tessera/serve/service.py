@@ -111,6 +111,10 @@ class Service:
             self._changed.notify()
         return jobs
 
+    def policy_of(self, request: Request) -> str:
+        """Name the policy under which a request's last row would run."""
+        return self._engine.policy_of(len(request.prompt) + request.max_new_tokens - 1).name
+
     def cancel(self, job: Job) -> None:
         """Drop a request and deliver no more of its events; do nothing if the request has ended."""
         with self._changed:
@@ -157,6 +161,8 @@ class Service:
                 self._deliver(event)
             waiting = self._engine.num_waiting
             self.metrics.gauge(running=len(self._jobs) - waiting, waiting=waiting + len(self._new))
+            if (state := self._engine.pool_state) is not None:
+                self.metrics.pool(state)
 
     def _wait(self) -> bool:
         """Wait until there is work; return False if the service stops."""

@@ -19,7 +19,7 @@ from tessera.attention.selection import capacity_for, select_tiles, tile_budget
 from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Counted
 from tessera.sparse.contract import Policy
-from tessera.sparse.estimate import Estimate, estimate_mass, keys_of
+from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, record_reads
 
 GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -91,7 +91,7 @@ class Budgeted(Counted):
     def attend(self, layer, q, kv, spec, positions, state):
         spec, shapes = self.tiling.spec(spec), kv.shapes(q)
         how = Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows)
-        mass = estimate_mass(q, keys_of(kv), spec, positions, how, kv.scales)
+        mass = estimate_mass(q, kv, spec, positions, how)
         always = self.tiling.always()
         size = capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=1.0, **always)
         selection = select_tiles(

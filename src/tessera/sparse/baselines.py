@@ -12,7 +12,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Sele
 from tessera.attention.selection import check_budget, select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.sparse.contract import Policy, Reads
-from tessera.sparse.estimate import Estimate, estimate_mass, keys_of
+from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
 
@@ -102,12 +102,11 @@ class Window(Counted):
 class Oracle(Counted):
     """Every layer scores all keys exactly, then attends only to its best tiles: the accuracy that top-k could reach.
 
-    The oracle costs more than dense, because scoring reads every key; `reads` counts the keys that its output depends
-    on.
+    The oracle costs more than dense, because scoring reads every key; `reads` counts only the keys that it attends to.
 
     Attributes:
         tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
-        pooled: one selection for all KV heads.
+        pooled: whether all KV heads share one selection.
         dense: layers that read every key instead.
     """
 
@@ -188,8 +187,8 @@ class Cheap(Oracle):
     def score(self, layer, q, kv, spec, positions):
         if self.summary != "random":
             how = Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary)
-            return estimate_mass(q, keys_of(kv), spec, positions, how, kv.scales)
-        batch, heads, num_keys = keys_of(kv).shape[:3]
+            return estimate_mass(q, kv, spec, positions, how)
+        batch, heads, num_keys = q.shape[0], kv.k.shape[1], kv.num_keys
         shape = (batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile))
         key = jax.random.fold_in(jax.random.key(0), layer)
         keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position, so the same in any batch

@@ -12,9 +12,10 @@ part. These blocks do not matter: a selection ranks only the tiles that are not 
 tile sees every key of such a tile.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
-from tessera.attention import context
+from tessera.attention import context, paging
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div, round_up
 
@@ -59,30 +60,39 @@ class Estimate:
 
 def estimate_mass(
     q_BTNH: Float[Array, "B T N H"],
-    k_BKSH: Float[Array, "B K S H"],
+    kv: KeyValues,
     spec: AttentionSpec,
     positions: Positions,
     how: Estimate,
-    scales: Float[Array, "B K 2 S"] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> Float[Array, "B K I J"]:
     """Estimate each key tile's probability, summed over a query tile's sampled rows, as an input of `select_tiles`.
 
     Work is 2 H N T S / (keys * rows) flops; scratch memory holds one query tile's sum per key tile. A single query row
-    (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `scales`, as in
-    `KeyValues`: blocks average keys times scales, and for a single row the scores are scaled instead of the keys.
+    (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `kv.scales`: blocks
+    average keys times scales, and for a single row the scores are scaled instead of the keys.
+
+    Args:
+        heads: the KV heads to score, of which q holds the query heads; None means all. K in the result counts them.
     """
     how.check(spec.tile)
     if spec.stripe is not None and context.traced_stripes() > 1:
         mine = partial(estimate_mass, spec=replace(spec, stripe=None), how=how)
-        return context.tile_masses(lambda q, k, where: mine(q, k, positions=where), q_BTNH, k_BKSH, spec, positions)
+        return context.tile_masses(
+            lambda q, k, where: mine(q, KeyValues(k, k), positions=where), q_BTNH, kv.k, spec, positions
+        )
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads, num_keys = k_BKSH.shape[1:3]
+    num_kv_heads = kv.k.shape[1] if heads is None else len(heads)
     keys, rows = (1, 1) if num_queries == 1 else (how.keys, min(how.rows, spec.query_tile))
-    num_tiles, num_query_tiles = ceil_div(num_keys, spec.tile), ceil_div(num_queries, spec.query_tile)
+    num_tiles, num_query_tiles = ceil_div(kv.num_keys, spec.tile), ceil_div(num_queries, spec.query_tile)
     per_step = round_up(min(BLOCK_SCORES, num_tiles * spec.tile // keys), spec.tile // keys)
-    num_blocks = round_up(num_tiles * spec.tile // keys, per_step)
-    k_scale = None if scales is None else scales[:, :, 0]
-    blocks, k_scale = _summaries(k_BKSH, k_scale, positions.kv_len, keys, num_blocks, how.summary, q_BTNH.dtype)
+    if num_queries == 1:
+        per_step = per_step if kv.pages is None else round_up(per_step, kv.k.shape[-2])
+        read, num_steps = _read_keys(kv, heads, per_step)
+    else:
+        num_steps = ceil_div(num_tiles * spec.tile // keys, per_step)
+        blocks = _summaries(kv, heads, positions.kv_len, keys, num_steps * per_step, how.summary, q_BTNH.dtype)
+        read = partial(_slice, blocks=blocks, per_step=per_step)
 
     padding = num_query_tiles * spec.query_tile - num_queries
     q = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -92,19 +102,12 @@ def estimate_mass(
     q = jnp.take_along_axis(q, jnp.maximum(offset, 0)[..., None, None, None], axis=2)
     q = jnp.transpose(q, (1, 0, 3, 2, 4, 5))  # [I,B,K,R,G,H]
     tile_mass = partial(
-        _query_tile, blocks=blocks, k_scale=k_scale, spec=spec, positions=positions, keys=keys, per_step=per_step
+        _query_tile, read=read, num_steps=num_steps, spec=spec, positions=positions, keys=keys, per_step=per_step
     )
     row = jnp.where(offset < 0, num_query_tiles * spec.query_tile, first_I[:, None] + offset)
     row = jnp.swapaxes(row, 0, 1)  # [I,B,R]
     mass = jax.lax.map(lambda args: tile_mass(*args), (q, row))
     return jnp.moveaxis(mass, 0, 2)[..., :num_tiles]
-
-
-def keys_of(kv: KeyValues) -> Float[Array, "B K S H"]:
-    """Return the keys that `estimate_mass` reads; raise ValueError if they are stored in pages."""
-    if kv.pages is not None:
-        raise ValueError("cheap scores cannot read keys that are stored in pages: use a plan without `own` layers")
-    return kv.k
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
@@ -117,53 +120,101 @@ def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     return last - from_end
 
 
+class Blocks(NamedTuple):
+    """Blocks of keys that one step scores: their means, or their upper and lower bounds, and the scales of int8 keys.
+
+    Attributes:
+        sides: one or two arrays [B,K,X,H], X blocks.
+        k_scale: [B,K,1,X]; None unless blocks are single int8 keys.
+    """
+
+    sides: tuple[Array, ...]
+    k_scale: Array | None
+
+
+def _read_keys(kv: KeyValues, heads: Sequence[int] | None, per_step: int) -> tuple[Callable[[Array], Blocks], int]:
+    """Return a function that reads `per_step` keys from a position on, and the number of steps.
+
+    A decode step scores each key once, so it reads keys in place: a copy would cost as much as the scores.
+    """
+    extra = -kv.num_keys % per_step
+    if kv.pages is None:
+        k, scales = kv.k, kv.scales
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra else k
+        scales = jnp.pad(scales, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra and scales is not None else scales
+        kv = KeyValues(k, k, scales=scales)
+    else:
+        kv = kv._replace(pages=jnp.pad(kv.pages, ((0, 0), (0, extra // kv.k.shape[2]))))
+
+    def read(first: Array) -> Blocks:
+        block = paging.read_positions(kv, first, per_step)
+        return Blocks((_pick(block.k, heads),), None if block.scales is None else _first_scales(block.scales, heads))
+
+    return read, kv.num_keys // per_step
+
+
+def _first_scales(scales: Float[Array, "B K 2 S"], heads: Sequence[int] | None) -> Float[Array, "B K 1 S"]:
+    return _pick(scales, heads)[:, :, :1].astype(jnp.float32)
+
+
+def _slice(first: Array, *, blocks: Blocks, per_step: int) -> Blocks:
+    return Blocks(
+        tuple(jax.lax.dynamic_slice_in_dim(side, first, per_step, axis=2) for side in blocks.sides),
+        None if blocks.k_scale is None else jax.lax.dynamic_slice_in_dim(blocks.k_scale, first, per_step, axis=3),
+    )
+
+
+def _pick(x: Array, heads: Sequence[int] | None) -> Array:
+    return x if heads is None else x[:, jnp.asarray(heads, jnp.int32)]
+
+
 def _summaries(
-    k: Float[Array, "B K S H"],
-    k_scale: Float[Array, "B K S"] | None,
+    kv: KeyValues,
+    heads: Sequence[int] | None,
     kv_len: Array,
     keys: int,
     num_blocks: int,
     summary: str,
     dtype: DTypeLike,
-) -> tuple[tuple[Array, ...], Array | None]:
-    """Return the means, or the upper and lower bounds, of blocks of keys, each [B,K,num_blocks,H].
-
-    Keys past kv_len count as zeros. Blocks of one int8 key stay int8; their scales [B,K,1,num_blocks] are returned
-    too.
-    """
-    valid = (jnp.arange(k.shape[2], dtype=jnp.int32) < kv_len[:, None])[:, None]
+) -> Blocks:
+    """Summarise all `num_blocks` blocks of keys. If a block has several keys, those past kv_len count as zeros."""
+    if kv.pages is not None:
+        kv = paging.read_positions(kv, jnp.int32(0), kv.num_keys)
+    k, scale = _pick(kv.k, heads), None if kv.scales is None else _first_scales(kv.scales, heads)
     padding = (0, num_blocks * keys - k.shape[2])
-    if k_scale is None:
+    widths = ((0, 0), (0, 0), padding, (0, 0))
+    if keys == 1:  # `_query_tile` masks scores of keys past kv_len
+        k = jnp.pad(k, widths)
+        return Blocks((k,), None if scale is None else jnp.pad(scale, (*widths[:2], (0, 0), padding)))
+    valid = (jnp.arange(k.shape[2], dtype=jnp.int32) < kv_len[:, None])[:, None]
+    if scale is None:
         k = jnp.where(valid[..., None], k, 0)
-    else:
-        k_scale = jnp.where(valid, k_scale.astype(jnp.float32), 0)
-        if keys > 1:  # fused with the mean: no array of this size is ever written
-            k = k * k_scale[..., None]
-    k = jnp.pad(k, ((0, 0), (0, 0), padding, (0, 0)))
-    if keys == 1:
-        return (k,), None if k_scale is None else jnp.pad(k_scale, ((0, 0), (0, 0), padding))[:, :, None]
+    else:  # fused with the mean: no array of this size is ever written
+        k = k * jnp.where(valid, scale[:, :, 0], 0)[..., None]
+    k = jnp.pad(k, widths)
     k = k.reshape(*k.shape[:2], num_blocks, keys, k.shape[-1])
     if summary == "mean":
-        return (jnp.mean(k, axis=3, dtype=jnp.float32).astype(dtype),), None
-    return (k.max(3).astype(dtype), k.min(3).astype(dtype)), None
+        return Blocks((jnp.mean(k, axis=3, dtype=jnp.float32).astype(dtype),), None)
+    return Blocks((k.max(3).astype(dtype), k.min(3).astype(dtype)), None)
 
 
 def _query_tile(
     q: Float[Array, "B K R G H"],
     row: Array,
     *,
-    blocks: tuple[Array, ...],
-    k_scale: Array | None,
+    read: Callable[[Array], Blocks],
+    num_steps: int,
     spec: AttentionSpec,
     positions: Positions,
     keys: int,
     per_step: int,
 ) -> Float[Array, "B K J"]:
-    """Sum the mass of one query tile's sampled rows. Each step's sums are relative to the running maximum; at the end,
-    all are rescaled by lse."""
+    """Sum the mass of one query tile's sampled rows; read(first) returns the blocks [first, first + per_step).
+
+    Each step's sums are relative to the running maximum; at the end, all are rescaled by lse.
+    """
     batch, num_kv_heads, num_rows, groups, head_dim = q.shape
     per_tile = spec.tile // keys
-    num_steps = blocks[0].shape[2] // per_step
     scale = head_dim**-0.5 if spec.scale is None else spec.scale
     p = positions.q_start[:, None] + row  # [B,R]
     valid = row < positions.q_len[:, None]
@@ -174,11 +225,12 @@ def _query_tile(
     start, stop = (jnp.repeat(bound, groups, axis=1)[:, None, :, None] for bound in (start, stop))
 
     def scores(first: Array) -> Array:
-        taken = [jax.lax.dynamic_slice_in_dim(b, first, per_step, axis=2).astype(q.dtype) for b in blocks]
+        blocks, k_scale = read(first)
+        taken = [side.astype(q.dtype) for side in blocks]
         sides = [q] if len(taken) == 1 else [jnp.maximum(q, 0), jnp.minimum(q, 0)]
         dot = partial(jnp.einsum, "bkrh,bkph->bkrp", preferred_element_type=jnp.float32)
         z = scale * sum(dot(side, block) for side, block in zip(sides, taken))
-        z = z if k_scale is None else z * jax.lax.dynamic_slice_in_dim(k_scale, first, per_step, axis=3)
+        z = z if k_scale is None else z * k_scale
         z = z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
         block = first + jnp.arange(per_step, dtype=jnp.int32)
         return jnp.where((block >= start) & (block < stop), z, -jnp.inf)

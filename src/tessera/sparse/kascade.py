@@ -21,10 +21,10 @@ from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.parallel import traced_head_parts
 from tessera.attention.selection import capacity_for, select_tiles
-from tessera.core.shapes import ceil_div
+from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
-from tessera.sparse.estimate import Estimate, estimate_mass, keys_of
+from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import Plan, check_budgets, check_choice, check_head_map, check_layers
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
@@ -84,6 +84,10 @@ class Kascade(Policy):
     def at_length(self, num_tokens: int) -> Policy:
         """Return `Dense` for requests below the measured cross-over, else this policy."""
         return Dense() if num_tokens < self.crossover_tokens else self
+
+    def at_position(self, position: int, unit: int) -> Policy:
+        """Return `Dense` below the cross-over, rounded up to a multiple of `unit`; from there on, this policy."""
+        return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def roles(self) -> tuple[str, ...]:
         """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor never reused)."""
@@ -210,18 +214,17 @@ class Kascade(Policy):
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         # On a mesh, picking heads would move keys between devices; each device scores all of its own heads instead.
         if not self.budgets or reused or not isinstance(layer, int) or traced_head_parts() > 1:
-            return estimate_mass(q, keys_of(kv), spec, positions, how, kv.scales)
-        heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
+            return estimate_mass(q, kv, spec, positions, how)
+        heads = tuple(h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1)
         shapes = kv.shapes(q)
         tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
         mass = jnp.zeros((shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
-        if not heads.size:
+        if not heads:
             return mass
-        grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, heads]
+        index = jnp.asarray(heads, jnp.int32)
+        grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, index]
         grouped = grouped.reshape(*q.shape[:2], -1, shapes.head_dim)
-        scales = None if kv.scales is None else kv.scales[:, heads]
-        scored = estimate_mass(grouped, keys_of(kv)[:, heads], spec, positions, how, scales)
-        return mass.at[:, heads].set(scored)
+        return mass.at[:, index].set(estimate_mass(grouped, kv, spec, positions, how, heads))
 
     def _sparse(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):
         shapes = kv.shapes(q)

@@ -126,7 +126,7 @@ def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | Non
     Decode calls score every key by itself, without summaries.
     """
     keys = spec.tile if keys is None else min(keys, spec.tile)
-    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary), kv.scales)
+    return estimate_mass(q, kv, spec, positions, Estimate(keys=keys, summary=summary))
 
 
 def _grid(q: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[int, int, int, int]:

@@ -1,0 +1,144 @@
+"""Choose the next token of every row of a lane, and hand the chosen tokens to the rows' answers."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Float, Int32
+
+from tessera.core.mesh import keep, program, put
+from tessera.models.layers import Params
+from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
+from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose
+from tessera.sparse.contract import Reads
+
+NEUTRAL = Sampling()
+"""Sampling parameters of a row without a request."""
+
+
+class Pending(NamedTuple):
+    """A step that the device may still be computing. `rows` pairs each request with its row in the arrays."""
+
+    choice: Choice
+    reads: Sequence[Reads]
+    rows: Sequence[tuple[int, Ticket]]
+
+
+def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
+    """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
+    samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
+    method = reduce(or_, (ticket.request.method for ticket in tickets if ticket is not None), NEUTRAL.method)
+    values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
+    seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
+    steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
+    bias = bias_of(tickets, scores.shape) if method.extra else None
+    return choose(scores, seen if method.penalised else None, seeds, steps, values, bias, method=method)
+
+
+def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
+    """Return what is added to each row's logits: its request's bias, and -inf for tokens that its guide forbids."""
+    bias = np.zeros(shape, np.float32)
+    for row, ticket in zip(bias, tickets):
+        if ticket is None or not ticket.open:
+            continue
+        for token, value in ticket.request.bias.items():
+            row[token] = value
+        if ticket.allowed is not None:
+            row[~ticket.allowed] = -np.inf
+    return bias
+
+
+def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket]]:
+    """Wait for one step and add its tokens to their answers.
+
+    Returns:
+        the new events, and the requests that failed because their scores are not finite.
+    """
+    tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
+    ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
+    now_s, reason = time.perf_counter(), ""
+    events: list[Event] = []
+    broken: list[Ticket] = []
+    for row, ticket in pending.rows:
+        if not ticket.open:
+            continue
+        token, logprob = int(tokens[row]), float(logprobs[row])
+        if not math.isfinite(logprob):
+            broken.append(ticket)
+            reason = reason or explain_not_finite(params)
+            events.append(fail(ticket, ValueError(reason)))
+            continue
+        count_reads(ticket, pending.reads, row)
+        piece = ticket.answer.push(token, logprob, now_s)
+        count = ticket.request.top_logprobs
+        top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()
+        events.append(Token(ticket.id, token, logprob, piece, top))
+        if ticket.answer.done:
+            events.append(End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused))
+        elif ticket.guide is not None:
+            try:
+                ticket.guide.push(token)
+                ticket.allowed = ticket.guide.allowed()
+            except ValueError as error:
+                events.append(fail(ticket, error))
+    return events, broken
+
+
+def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:
+    """Add the key counts of one row, from one or more calls, to the request's answer."""
+    if reads:
+        read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
+        ticket.answer.count(read_L, visible_L)
+
+
+def fail(ticket: Ticket, error: Exception) -> Failure:
+    """Mark a request as dropped and return its Failure event."""
+    ticket.dropped = True
+    return Failure(ticket.id, error)
+
+
+def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
+    """Run the sampling program of every method once; return the number of programs."""
+    scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
+    seen = put(np.zeros((batch, vocab_size), bool), mesh)
+    values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
+    seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
+    bias = np.zeros((batch, vocab_size), np.float32)
+    done = [
+        choose(
+            scores,
+            seen if m.penalised else None,
+            seeds,
+            steps,
+            values,
+            bias if m.extra else None,
+            method=m,
+        )
+        for m in methods
+    ]
+    return len(jax.block_until_ready(done))
+
+
+@program()
+def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
+    """Return the array with one row replaced by the only row of `new`; steps in flight still read the old array."""
+    return keep(array.at[row].set(new[0]))
+
+
+@program()
+def take_rows(array: Array, rows: Int32[Array, "B"]) -> Array:
+    """Return rows of an array; a number past the last row reads the last."""
+    return keep(array.at[rows].get(mode="clip"))
+
+
+@program()
+def set_rows(array: Array, new: Array, rows: Int32[Array, "B"]) -> Array:
+    """Return the array with rows replaced; a number past the last row changes nothing."""
+    return keep(array.at[rows].set(new, mode="drop"))
