@@ -2,7 +2,8 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ BOUNDS = (
     ("queue", 0, 10**6),
     ("context", 2, 2**31),
     ("pages", 1, 2**31),
+    ("spill_gb", 0.001, 1e6),
 )
 """Smallest and largest values of flags."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -51,6 +53,12 @@ class Serve:
     pages: Omittable[int] = None
     """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
     most a quarter of the free memory on a CPU, and 80 % elsewhere."""
+    pin: Omittable[tuple[Path, ...]] = None
+    """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
+    spill: Omittable[Path] = None
+    """Folder for pages of the prefix cache that leave the memory; they survive a restart."""
+    spill_gb: float = 8.0
+    """Size that the folder may reach, in GB."""
     exact: bool = False
     """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
     queue: int = 64
@@ -83,7 +91,7 @@ class Serve:
 
         bound = server.listen(self.host, self.port)
         with bound:
-            site = self.site()
+            site = self.site(keys)
             server.run(site, bound, keys)
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
@@ -104,13 +112,14 @@ class Serve:
             raise ValueError(f"{self.api_key_file} holds no key: write one per line")
         return keys
 
-    def site(self):
+    def site(self, keys: Sequence[str]):
         """Load the model and start the engine's thread."""
         from tessera.cli.model_commands import named_model
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
-        from tessera.serve.warm import context_that_fits, grammars_for, start
+        from tessera.serve.front import tenant_of
+        from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
         named = self.path if self.model is None else self.model
         source = resolve(named_model(named))
@@ -120,7 +129,17 @@ class Serve:
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         grammars = grammars_for(model)
         context = context_that_fits(model, self.context)
-        sizes = {"slots": self.slots, "queue": self.queue, "pages": self.pages, "exact": self.exact}
-        service = start(model, context=context, **sizes)
+        paging = paging_for(model, slots=self.slots, context=context, pages=self.pages, exact=self.exact)
+        if self.spill is not None:
+            paging = replace(paging, spill=self.spill, spill_bytes=int(self.spill_gb * 1e9))
+        service = start(
+            model,
+            context=context,
+            slots=self.slots,
+            queue=self.queue,
+            paging=paging,
+            pins=pinned(model, self.pin or ()),
+            tenants=[tenant_of(key) for key in keys] or [""],
+        )
         name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
         return Site(model=model, name=name, service=service, context=context, grammars=grammars)
