@@ -18,7 +18,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Sele
 from tessera.attention.dispatch import KERNELS, attend
 from tessera.attention.workloads import Workload
 
-PAGED = [kernel for kernel in KERNELS if kernel.paged]
+PAGED = [kernel for kernel in KERNELS if kernel.paged and kernel.platform == "any"]
 BLOCKED = [kernel for kernel in PAGED if kernel.family != "reference"]
 NUM_KEYS, LENGTHS = 640, (250, 140, 0)
 """Less than half of the keys are visible; else contiguous dense decode would run another program, `at_once`."""
@@ -226,9 +226,10 @@ def test_a_call_on_pages_is_checked_by_name():
     assert attend(q, small, q_start=jnp.array([28], jnp.int32)).out.shape == q.shape  # dense calls have no tiles
 
 
-def test_only_the_portable_kernels_read_pages():
+def test_kernels_that_read_no_pages_refuse_them():
     assert {kernel.family for kernel in PAGED} == {"xla_decode", "xla_prefill", "reference"}
+    assert [k.name for k in KERNELS if k.platform == "gpu" and not k.paged] == ["gpu_cudnn_dense", "gpu_keys_sparse"]
     shapes = KeyValues(jnp.zeros((3, 2, 16, 16)), None, jnp.zeros((1, 2), jnp.int32)).shapes(jnp.zeros((1, 1, 2, 16)))
-    for kernel in set(KERNELS) - set(PAGED):
+    for kernel in (kernel for kernel in KERNELS if not kernel.paged):
         spec, lists = AttentionSpec(mass=kernel.role == "score"), 3 if kernel.role == "sparse" else None
         assert kernel.refusal(spec, shapes._replace(capacity=lists)) == "it reads contiguous keys, the call's are paged"
