@@ -9,7 +9,7 @@ shared memory allow two or three thread blocks per multiprocessor; one computes 
 merges the partial results of the splits, using their lse.
 
 Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`). Their scales multiply
-scores and weights.
+scores and weights. Keys may be in pages (`pages`).
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block. With

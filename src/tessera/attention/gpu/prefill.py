@@ -18,7 +18,7 @@ bounds the memory of one number per row and tile. The numbers are float32: in fl
 change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
 
 Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the ring (`int8_keys`).
+writes the products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
 
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """

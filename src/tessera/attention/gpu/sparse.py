@@ -10,6 +10,10 @@ kv_len and the end of the list at the end. If the last block holds fewer tiles, 
 the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
 in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
+Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales, and by
+0 where they are invalid, and writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in
+pages (`pages`).
+
 Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
 are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, G = 4 (Llama 3 8B) nothing.
 
@@ -234,6 +238,8 @@ def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
     cut = cut_call(spec, shapes, config)
     if cut.smem_bytes > SHARED_BYTES:
         return False
+    if shapes.scaled and cut.row_blocks == 2:
+        return False  # the fetching warpgroup, which converts, takes the registers
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
         return False  # spills two registers with some tiles and groups (found by `tessera study gpu-gates`)
     columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # accumulators and scores: half a register per column
