@@ -219,8 +219,7 @@ def attend(q, kv: KeyValues, positions: Positions, spec: AttentionSpec, config: 
     batch, num_queries, num_heads, head_dim = q.shape
     shapes = kv.shapes(q)
     kv_heads, num_keys = shapes.num_kv_heads, shapes.num_keys
-    stored = num_keys if shapes.page is None else round_up(num_keys, config.block_s)
-    cut = Cut(spec, config, num_heads // kv_heads, stored, head_dim, str(q.dtype), shapes.scaled, shapes.page)
+    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), shapes.scaled, shapes.page)
     # Pad S and T to multiples of 8 with zeros, which kv_len and q_len exclude.
     q, k, v = whole_lines(q, 1), *(whole_lines(x, 2) for x in kv[:2])
     scales = padded(kv.scales) if shapes.scaled and shapes.page is None else kv.scales

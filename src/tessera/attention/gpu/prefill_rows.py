@@ -96,7 +96,6 @@ class Cut(NamedTuple):
 
     Attributes:
         groups: G, query heads per KV head.
-        num_keys: S; with pages, rounded up to whole blocks, which then end with copies of the last page.
         scaled: whether keys are int8.
         page: positions per page; None if keys are contiguous.
     """
@@ -271,7 +270,7 @@ class Rows(NamedTuple):
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 
-        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # TMA reads zeros past S
+        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # past S: zeros, or again the last page
         def reaches_past_the_end():
             @pl.when(self.wg == 0)
             def clear():

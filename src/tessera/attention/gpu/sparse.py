@@ -10,8 +10,8 @@ kv_len and the end of the list at the end. If the last block holds fewer tiles, 
 the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
 in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
-Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales, and by
-0 where they are invalid, and writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in
+Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales
+and writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in
 pages (`pages`).
 
 Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
@@ -127,10 +127,7 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def fetch_int8(refs: Refs, items: list[Item], cut: Cut) -> None:
-    """Run the fetching warpgroup for int8 keys (see `int8_keys`).
-
-    Rows at or past kv_len become zeros, and so do the repeated copies in a list's last block.
-    """
+    """Run the fetching warpgroup for int8 keys (see `int8_keys`). Rows at or past kv_len become zeros."""
     (item,) = items
 
     def copy(c, which: int):
@@ -143,8 +140,7 @@ def fetch_int8(refs: Refs, items: list[Item], cut: Cut) -> None:
 
     def valid(c):
         kv_len = read(refs, item, "kv_len")
-        rows = [jnp.where(listed, kv_len - key, 0) for key, listed in keys_of(refs, item, c, cut)]
-        return [left - n for left in rows for n in range(0, cut.unit, ROWS)]
+        return [kv_len - key - n for key, _ in keys_of(refs, item, c, cut) for n in range(0, cut.unit, ROWS)]
 
     convert_blocks(refs, blocks_of(refs, item, cut)[2], cut.stages, copy, scales, valid)
 
