@@ -85,8 +85,8 @@ def attention_call(
 
     `about` holds the kernel's "executions" and "settings". q arrives head-major: in the model's own program, the fusion
     that applies the rotary embedding writes q in this layout for kernels that request it. K and V arrive head-major, as
-    the cache stores them, in a pool of all sequences' pages and a null page if shapes.page is set. out is returned as
-    [B,T,N*H], as the output projection reads it.
+    the cache stores them, or as pools of pages (`shapes.page`). out is returned as [B,T,N*H], as the output projection
+    reads it.
 
     Args:
         kernel, spec, shapes: the call.
@@ -103,10 +103,11 @@ def attention_call(
     dtype = jnp.dtype(s.dtype)
     lead = (s.num_queries, s.num_heads) if token_major else (s.num_heads, s.num_queries)
     query = jax.ShapeDtypeStruct((s.batch, *lead, s.head_dim), dtype)
-    rows, slots = (s.batch, s.num_keys) if s.page is None else (s.batch * ceil_div(s.num_keys, s.page) + 1, s.page)
+    # a pool holds the pages of all sequences and the null page
+    rows, slots = (s.batch, s.num_keys) if s.page is None else (s.batch * s.num_pages + 1, s.page)
     cache = jax.ShapeDtypeStruct((rows, s.num_kv_heads, slots, s.head_dim), jnp.int8 if s.scaled else dtype)
     scales = jax.ShapeDtypeStruct((rows, s.num_kv_heads, 2, slots), jnp.bfloat16) if s.scaled else None
-    pages = None if s.page is None else jax.ShapeDtypeStruct((s.batch, ceil_div(s.num_keys, s.page)), jnp.int32)
+    pages = jax.ShapeDtypeStruct((s.batch, s.num_pages), jnp.int32) if s.paged else None
     positions = Positions(*[jax.ShapeDtypeStruct((s.batch,), jnp.int32)] * 3)
     selection = None
     if s.capacity is not None:
@@ -121,8 +122,7 @@ def attention_call(
         return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
-    optional = [scales, pages] if pages is not None else [scales] if s.scaled else []
-    arguments = (query, cache, cache, positions, selection, *optional)
+    arguments = (query, cache, cache, positions, selection, *([scales, pages] if s.scaled or s.paged else []))
     return call, arguments, {"executions": executions, "settings": str(settings)}
 
 
