@@ -69,7 +69,9 @@ CASES = {
         "gpu_prefill_dense", 64, workload(20, 3, 128, window=200), {"block_s": 128},
     ),
     "prefill dense, int8": ("gpu_prefill_dense", 64, workload(20, 4, 128, scaled=True), {"block_s": 128}),
-    "prefill score, int8": ("gpu_prefill_score", 64, workload(20, 1, 16, scaled=True), {}),
+    "prefill score, int8, long pages": (
+        "gpu_prefill_score", 128, workload(20, 1, 16, num_keys=384, scaled=True), {},
+    ),
     "prefill score, both ways": ("gpu_prefill_score", 64, workload(20, 4, 64, causal=False), {"block_s": 128}),
 }  # fmt: skip
 SPARSE = "decode sparse"
