@@ -1,4 +1,4 @@
-"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, even in imports."""
+"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, also in imports."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ def run() -> int:
         status = 2
         _drop_output()
     if status == interrupt.STATUS:
-        # CPython notes a KeyboardInterrupt that leaves an exec() (dataclass calls it); `python -m` then dies by SIGINT.
-        exec("")  # clears that note
+        # If a KeyboardInterrupt leaves exec() (dataclass calls it), CPython sets a flag: `python -m` dies by SIGINT.
+        exec("")  # clears that flag
     return status
 
 
@@ -52,11 +52,11 @@ def _answer() -> int:
 def _replace_closed_streams() -> bool:
     """Open the null device for each standard stream that the caller has closed; return whether output was closed.
 
-    Python has None in their place. A file that is opened later would get the number of the stream, and lines that
-    libraries write to standard error would end up in it.
+    Python sets such a stream to None. A file that is opened later would get the stream's file descriptor, and lines
+    that libraries write to standard error would end up in that file.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:  # in the order of their numbers, because open() takes the lowest free one
+    for name in closed:  # in the order of their descriptors, because open() takes the lowest free one
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     return "stdout" in closed
 

@@ -79,7 +79,7 @@ class Chat:
         self.parse_special = parse_special
         self.messages: list[dict[str, str]] = _opening(system)
         self._engine: Engine | None = None
-        self._attempts = 0  # how often the last question was regenerated
+        self._attempts = 0  # number of times that the last question was regenerated
 
     @property
     def system(self) -> str | None:
@@ -189,7 +189,7 @@ class Chat:
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the last of `messages`, a question; then replace the conversation by `messages` and the answer."""
+        """Answer the last of `messages`, a question; then replace the conversation with `messages` and the answer."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = (self.seed + attempts) % 2**32

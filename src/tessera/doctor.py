@@ -173,7 +173,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
             choices = explain(spec, Shapes(1, num_queries, 16384, 8, 2, 128, capacity, dtype))
             chosen = next((c.kernel for c in choices if c.chosen), None)
             if chosen is None:
-                problems.append(f"no kernel runs {role} {phase} in {dtype} here")
+                problems.append(f"no kernel runs {role} {phase} in {dtype} here: `tessera doctor --all` lists why")
             listed = [{**choice._asdict(), "concerns": choice.kernel.endswith(role)} for choice in choices]
             found.append({"role": role, "phase": phase, "dtype": dtype, "kernel": chosen, "choices": listed})
     return found
@@ -219,7 +219,7 @@ def _caches(problems: list[str]) -> list[dict[str, Any]]:
     for what, folder in places.items():
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not os.access(existing, os.W_OK):
-            problems.append(f"the folder for {what}, {folder}, is not writable: nothing can be stored there")
+            problems.append(f"the folder for {what}, {folder}, is not writable: change its permissions")
         sizes = [entry.stat().st_size for entry in folder.rglob("*") if entry.is_file() and not entry.is_symlink()]
         found.append({"what": what, "path": str(folder), "files": len(sizes), "bytes": sum(sizes)})
     return found

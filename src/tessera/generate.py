@@ -74,8 +74,8 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
-        cache: dtype of cached keys and values, "int8" or None for the weights' own. `logits` caches nothing.
-        weights: name of the form that the matrices are rounded to; None for floats. See `load`.
+        cache: dtype of cached keys and values: "int8", or None for the weights' dtype. `logits` caches nothing.
+        weights: name of the quantised form of the matrices, as in `load`; None for floats.
     """
 
     config: ModelConfig
@@ -99,7 +99,7 @@ class Model:
         tokens = np.asarray(tokens_BT)
         if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
-                f"tokens_BT has shape {tokens.shape} and dtype {tokens.dtype}: pass integers [B,T], not empty"
+                f"tokens_BT has shape {tokens.shape} and dtype {tokens.dtype}: pass a non-empty array [B,T] of integers"
             )
         for index, row in enumerate(tokens):
             check_tokens(row, self.config, f"tokens_BT[{index}]")
@@ -134,7 +134,7 @@ class Model:
         stream: Callable[[int, str], Any] | None = None,
         progress: Callable[[int, int], Any] | None = None,
     ) -> list[Generation]:
-        """Continue each prompt. Its result does not depend on the other prompts of the batch.
+        """Continue each prompt. A prompt's answer does not depend on the other prompts of the batch.
 
         An argument that is None takes its value from the model's generation_config.json, as in transformers. Without a
         value there, generation takes the best token and stops after 128 tokens. Pass `tessera.runtime.sampling.GREEDY`
@@ -146,7 +146,7 @@ class Model:
             max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
             temperature: 0 takes the best token; a larger value divides the logits before sampling.
             top_k: keep the k best tokens; 0 keeps all.
-            top_p: of these, keep the fewest best tokens whose probabilities sum to p or more; 1 keeps all.
+            top_p: of these, keep the fewest best tokens whose probabilities sum to top_p or more; 1 keeps all.
             min_p: of these, keep tokens with at least min_p times the best token's probability; 0 keeps all.
             repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer,
                 before temperature and filters; 1 changes nothing.
@@ -154,6 +154,9 @@ class Model:
             seed: one for all prompts, or one per prompt. A draw depends only on its seed and step, not on the batch.
             stream: called with (prompt index, text piece) as soon as text is final; whole characters only.
             progress: called with (prompt tokens read, prompt tokens to read) while prompts are being read.
+
+        Returns:
+            one Generation per prompt, in the order of the prompts.
 
         Raises:
             ValueError: a prompt or sampling value is invalid, or weights hold NaN.
@@ -355,8 +358,8 @@ def load(
 
 
 def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
-    """Raise ValueError if the model cannot be held in this form, MemoryError unless the weights and the programs that
-    use them fit."""
+    """Raise ValueError if `weights` names a form that cannot hold this model, MemoryError if the weights and the
+    programs that use them do not fit in memory."""
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {weights or config.dtype},"
     kinds = {}
@@ -367,7 +370,7 @@ def require_weights(source: Path, config: ModelConfig, weights: str | None, on: 
     types = Types(weights=weights or config.dtype, dtype=config.dtype, kinds=kinds)
     num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_parts(on))).values())
     devices = jax.devices()[:1] if on is None else on.local_devices
-    require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or fewer bits (weights)")
+    require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or quantised weights (int8, int4)")
     require_programs(num_bytes * len(devices), what)
 
 

@@ -82,7 +82,7 @@ def test_bad_requests_are_refused(model, prompts, how, words):
     ("tokens", "words"),
     [
         ([1, 2], r"shape \(2,\)"),
-        ([[]], "not empty"),
+        ([[]], "pass a non-empty array"),
         ([[0.5]], "integers"),
         ([[1, 999]], r"tokens_BT\[0\] holds token 999"),
         ([[0] * 513], "513 tokens"),

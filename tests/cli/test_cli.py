@@ -34,8 +34,8 @@ FLAGS = {
     + ("--system --system-prompt -sys --max-new-tokens --max-tokens --n-predict -n --parse-special").split(),
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
-        "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --queue --dtype --cache --weights --mesh "
-        "--debug"
+        "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
+        "--queue --dtype --cache --weights --mesh --debug"
     ).split(),
     "load": (
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "

@@ -111,7 +111,7 @@ def test_all_processes_end_when_one_does(start, sent, to, status, words):
         (["--coordinator", "h:7000", "--processes", "1", "--process", "0"], "--processes 1 must be at least 2"),
         (["--coordinator", "h:7000", "--processes", "2", "--process", "2"], "--process 2 must be between 0 and 1"),
         (["--coordinator", "{}", "--processes", "2", "--process", "1"], "no process 0 answers .* within 0.5 s: start"),
-        (["--coordinator", "{}", "--processes", "3", "--process", "0"], "process 1, 2 of 3 did not come within 0.5 s"),
+        (["--coordinator", "{}", "--processes", "3", "--process", "0"], "process 1, 2 of 3 did not connect"),
     ],
 )
 def test_bad_flags_and_a_coordinator_that_does_not_answer(capsys, flags, words):
@@ -156,7 +156,7 @@ def test_processes_with_different_models_are_refused(tmp_path):
 
 
 def test_numbers_that_do_not_fit_are_refused():
-    words = "process 1 was given --processes 3, and process 0 2: give all the same number"
+    words = "process 1 has --processes 3, but process 0 has 2: give all the same number"
     assert meet(free_address(), [{}, {}], [0, 1], [2, 3]) == [words, words]
     words = "two processes were given --process 1: number them 0 to 2"
     assert meet(free_address(), [{}] * 3, [0, 1, 1], [3] * 3) == [words] * 3
@@ -247,7 +247,7 @@ def test_a_stranger_that_drips_bytes_cannot_extend_the_wait():
     thread.start()
     started_s = time.monotonic()
     try:
-        with pytest.raises(ValueError, match="process 1 of 2 did not come within 0.5 s"):
+        with pytest.raises(ValueError, match="process 1 of 2 did not connect within 0.5 s"):
             join(place(address, 2, 0), {}, 0.5)
         assert time.monotonic() - started_s < 5
     finally:

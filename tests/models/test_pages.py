@@ -79,11 +79,19 @@ class Sequences(RuleBasedStateMachine):
         self.pool.evict(gone)
         self.done = {page: what for page, what in self.done.items() if page not in gone}
 
-    @rule(page=st.integers(-1, SIZE), verb=st.sampled_from(["share", "seal", "release", "evict"]))
+    @precondition(lambda self: self.done)
+    @rule(data=st.data())
+    def discard(self, data):
+        bad = data.draw(st.lists(st.sampled_from(sorted(self.done)), unique=True))
+        self.pool.discard(bad)
+        self.done = {page: what for page, what in self.done.items() if page not in bad}
+
+    @rule(page=st.integers(-1, SIZE), verb=st.sampled_from(["share", "seal", "release", "evict", "discard"]))
     def refuse(self, page, verb):
         """What does not fit a page's state raises and changes nothing."""
         used = Counter(page for row in self.rows for page in row)
-        allowed = {"share": page in self.done, "evict": page in self.pool.cached}.get(verb, page in used)
+        sealed = page in self.done
+        allowed = {"share": sealed, "discard": sealed, "evict": page in self.pool.cached}.get(verb, page in used)
         if not allowed:
             before = self.state()
             with pytest.raises(ValueError, match=f"page={page}"):

@@ -1,1 +1,1 @@
-"""Make a plan for a model: measure its attention, search, and time from which length Kascade beats dense."""
+"""Make a plan for a model: measure its attention, search for budgets, find the length from which Kascade is faster."""

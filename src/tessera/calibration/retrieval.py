@@ -39,7 +39,7 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
 
     Args:
         model: a model; its tokenizer, if it has one, encodes the facts.
-        window: token ids; the facts and repetitions replace the last ones.
+        window: token ids; the last ones are cut off to make room for the facts and repetitions.
         seed: the same seed gives the same probe.
         num_facts: number of facts to hide, at even depths.
 

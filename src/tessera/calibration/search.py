@@ -1,4 +1,4 @@
-"""Find the per-head budgets of a plan that meets a target: ablate every KV head, then price keys.
+"""Find the per-head budgets of a plan that meets a target: ablate every KV head, then trade loss against keys.
 
 1. *Damage* D[l,k] of KV head k in layer l: the model's loss when this head reads only the always-read keys and all
    other heads are dense. The loss is KL on text plus PROBE_WEIGHT times the log-probability that planted answers lose
@@ -7,7 +7,7 @@
 2. *Missed mass* m[l,k,f]: the attention probability outside the best tiles that budget f (a share of the keys) allows
    the head, from one dense pass.
 3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, because KL is quadratic in a small change. Every head
-   takes the budget that minimises loss + price * f; a higher price lowers the mean budget.
+   takes the budget that minimises loss + price * f, at one price for all; a higher price lowers the mean budget.
 4. The search tries several mean budgets: it runs the real policy, cheap scores included, on text and probes, and takes
    the smallest mean budget that meets the target.
 """
@@ -137,7 +137,7 @@ def search_policy(
         "damage": rounded(damage),
         "tried": [{"mean_budget": rounded(one.mean), **one.kept.metrics()} for one in tried],
     }
-    run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
+    run = [*chosen_on, *ablated[1:], *held_out]  # without the first ablated window, which is the start of chosen_on's
     return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
 
 
@@ -186,7 +186,7 @@ class Judge:
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
     def noted(self, notebook: Notebook, name: str, policy: PolicyOf, array: Any = None) -> Kept:
-        """Return the notebook's result under this name; if there is none, call the judge and note its result."""
+        """Return the notebook's result under this name; if there is none, compare as below and store the result."""
         return Kept(**notebook.keep(name, lambda: asdict(self(policy, array))))
 
     def __call__(self, policy: PolicyOf, array: Any = None) -> Kept:
@@ -250,7 +250,7 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
 def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
     """Choose budgets [L,K] from GRID, of mean at most `mean`, that minimise the modelled loss D (m[f] / m[0])^2.
 
-    Heads do not interact in this model, so each head minimises loss + price * f. Bisection finds the price.
+    The modelled losses of the heads add up, so each head minimises loss + price * f. Bisection finds the price.
     """
     grid = np.asarray(GRID)
     share = missed_LKF / np.maximum(missed_LKF[..., :1], 1e-12)

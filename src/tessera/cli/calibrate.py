@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Find out on some text which keys each layer and head of a model must read, and write them as a Kascade plan.
+    """Measure on a text how many keys each layer and head of a model must read, and write a Kascade plan.
 
     After an interruption, the same command resumes.
     """

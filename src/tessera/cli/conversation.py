@@ -140,7 +140,7 @@ class _Terminal:
         before = self.chat.turns[-1:]
         self.turn(self.chat.regenerate)
         if self.chat.turns[-1:] == before and not self.chat.sampling.temperature:
-            self.say("The same answer: nothing is drawn at temperature 0. Start chat with --temperature 0.8.")
+            self.say("The same answer: at temperature 0 nothing is random. Start chat with --temperature 0.8.")
 
     def turn(self, ask: Callable[..., Reply]) -> None:
         """Call `ask` and print the answer while it is generated."""

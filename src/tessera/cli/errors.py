@@ -14,7 +14,7 @@ def explained(error: Exception) -> str:
 
     Python's own text of such an error is "[Errno 2] No such file or directory: 'x'".
     """
-    if isinstance(error, MemoryError) and ": " not in str(error):  # an allocation failed; our errors end with advice
+    if isinstance(error, MemoryError) and ": " not in str(error):  # not ours: ours give advice after a colon
         return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or take a smaller model"
     if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
         return str(error)

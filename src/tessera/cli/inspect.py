@@ -21,7 +21,7 @@ MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip that this machine lacks; report its fit, its use of the chip and its time.
+    """Compile an attention kernel for a chip that this machine lacks. Report whether it fits and how it uses the chip.
 
     Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 if no kernel
     takes the call; 3 if the compiler was stopped at --limit-s.
@@ -148,7 +148,7 @@ class Inspect:
             raise ValueError(
                 f"--queries {self.queries} cannot be used with --phase decode, which has one query row: drop it"
             )
-        if not 0 < self.fraction <= 1:  # also false for NaN, as below
+        if not 0 < self.fraction <= 1:  # also false for NaN, so that NaN is refused
             raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
         check_limit(self.limit_s)
         defaults = {field.name: field.default for field in fields(self)}
@@ -158,7 +158,7 @@ class Inspect:
             raise ValueError(f"{said} can be used only with --model: name a model, or leave this out")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            raise ValueError(f"{said} cannot be used with --model: they describe a single call")
+            raise ValueError(f"{said} cannot be used with --model: drop what describes a single call")
         if self.picture is not None:
             check_picture(self.picture)
 

@@ -1,4 +1,4 @@
-"""The flags of `tessera load`, which measures a running server. Heavy imports wait until it runs."""
+"""The flags of `tessera load`, which measures a running server. Heavy modules are imported only when it runs."""
 
 import json
 from dataclasses import dataclass

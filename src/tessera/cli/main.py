@@ -55,8 +55,8 @@ class ModelFlags:
     cache: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     weights: Omittable[flags.Weights] = None
-    """Hold the matrices in fewer bits: int8 halves bfloat16 and costs least; gN gives every N inputs a scale; w8a8 also
-    rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. Floats if not given."""
+    """Hold the matrices in fewer bits: int8 takes half of bfloat16's memory and loses least; with gN, N inputs share a
+    scale; w8a8 also rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. Floats if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -95,7 +95,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
     stats: bool = False
-    """Also print, on standard error, tokens, rates and shares of the device's peaks; on a CPU, measure these first."""
+    """Also print, on standard error, tokens, rates and shares of the device's peak rates, measured first on a CPU."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
@@ -110,7 +110,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
-            raise ValueError("--parse-special works only with --chat: other prompts always have special tokens parsed")
+            raise ValueError("--parse-special is for --chat: drop it; without --chat, special tokens are always parsed")
         return self.run_together(lambda: self.answer(prompts, sampling), prompts)
 
     def answer(self, prompts: list, sampling: dict) -> int:

@@ -35,7 +35,7 @@ class Convert:
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Folder to write; files already in it that are not a model's stay."""
+    """Folder to write to; files in it that belong to no model are kept."""
     dtype: Dtype = "auto"
     """Dtype of the weights; auto is the model's own (float32 for a quantised model)."""
     debug: bool = False

@@ -1,4 +1,4 @@
-"""Flags of `tessera plan`, which predicts whether a model fits. `run` does the heavy imports, so --help is fast."""
+"""Flags of `tessera plan`, which predicts whether a model fits. Heavy modules are imported only when it runs."""
 
 import json
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tessera.core.processes import Place
 
 MOST_WAIT_S = 86_400
-"""Maximum of --wait-s. The system's sockets wait at most 24 days."""
+"""Maximum of --wait-s: a day, in seconds. The system's sockets refuse timeouts above 24 days."""
 
 
 @dataclass(frozen=True, kw_only=True)

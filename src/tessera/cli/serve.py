@@ -1,8 +1,9 @@
-"""The flags of `tessera serve`. Heavy imports wait until it runs."""
+"""The flags of `tessera serve`. Heavy modules are imported only when it runs."""
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,15 @@ from tessera.cli import flags
 from tessera.cli.flags import Omittable
 
 PATH = tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
+BOUNDS = (
+    ("port", 0, 65535),
+    ("slots", 1, 4096),
+    ("queue", 0, 10**6),
+    ("context", 2, 2**31),
+    ("pages", 1, 2**31),
+    ("spill_gb", 0.001, 1e6),
+)
+"""Smallest and largest values of flags."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -28,7 +38,7 @@ class Serve:
     attention: Omittable[Literal["dense", "kascade"]] = None
     """Attention policy; if not given, kascade if there is a plan, else dense."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs --api-key-file."""
+    """Address to listen on; an address that other machines can reach needs --api-key-file."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key_file: Omittable[Path] = None
@@ -39,7 +49,18 @@ class Serve:
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
-    """Requests that are answered at the same time, below the plan's cross-over and above it."""
+    """Requests that are answered at the same time."""
+    pages: Omittable[int] = None
+    """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
+    most a quarter of the free memory on a CPU, and 80 % elsewhere."""
+    pin: Omittable[tuple[Path, ...]] = None
+    """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
+    spill: Omittable[Path] = None
+    """Folder for pages of the prefix cache that leave the memory; they survive a restart."""
+    spill_gb: float = 8.0
+    """Size that the folder may reach, in GB."""
+    exact: bool = False
+    """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
     queue: int = 64
     """Requests that may be open beyond --slots; more are refused with status 429."""
     dtype: flags.Dtype = "auto"
@@ -59,7 +80,7 @@ class Serve:
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
-        for name, least, most in (("port", 0, 65535), ("slots", 1, 4096), ("queue", 0, 10**6), ("context", 2, 2**31)):
+        for name, least, most in BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
@@ -70,9 +91,9 @@ class Serve:
 
         bound = server.listen(self.host, self.port)
         with bound:
-            site = self.site()
+            site = self.site(keys)
             server.run(site, bound, keys)
-        if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
+        if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
@@ -91,13 +112,14 @@ class Serve:
             raise ValueError(f"{self.api_key_file} holds no key: write one per line")
         return keys
 
-    def site(self):
+    def site(self, keys: Sequence[str]):
         """Load the model and start the engine's thread."""
         from tessera.cli.model_commands import named_model
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
-        from tessera.serve.warm import context_that_fits, grammars_for, start
+        from tessera.serve.front import tenant_of
+        from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
         named = self.path if self.model is None else self.model
         source = resolve(named_model(named))
@@ -106,7 +128,18 @@ class Serve:
         names = ("dtype", "weights", "cache", "mesh", "plan")
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         grammars = grammars_for(model)
-        context = context_that_fits(model, self.slots, self.context)
-        service = start(model, context=context, slots=self.slots, queue=self.queue)
+        context = context_that_fits(model, self.context)
+        paging = paging_for(model, slots=self.slots, context=context, pages=self.pages, exact=self.exact)
+        if self.spill is not None:
+            paging = replace(paging, spill=self.spill, spill_bytes=int(self.spill_gb * 1e9))
+        service = start(
+            model,
+            context=context,
+            slots=self.slots,
+            queue=self.queue,
+            paging=paging,
+            pins=pinned(model, self.pin or ()),
+            tenants=[tenant_of(key) for key in keys] or [""],
+        )
         name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
         return Site(model=model, name=name, service=service, context=context, grammars=grammars)

@@ -1,4 +1,4 @@
-"""What `generate` prints after its answers; with --stats: tokens, rates, and what share of the peak rates they used."""
+"""Lines that `generate` prints after its answers; with --stats: tokens, rates and shares of the device's peak rates."""
 
 import jax
 

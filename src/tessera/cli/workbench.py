@@ -93,8 +93,8 @@ class Verify:
     simulate: bool = False
     """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
-    """Block sizes to verify: "small", the smallest ones, in every call; "default", production's, in a long call;
-    "all", each in the search space, in a long call."""
+    """Block sizes to verify: "small", the smallest ones, in all calls; "default", the default ones, in long calls only;
+    "all", each in the search space, in long calls only."""
     random: int = 5
     """Number of random shapes per kernel and dtype; they use the smallest blocks."""
     seed: Omittable[int] = None
@@ -133,7 +133,7 @@ class Tune:
     finalists: int = 3
     """Candidates in the final comparison, besides the default configuration."""
     rounds: int = 7
-    """Times that each candidate takes its turn in the final comparison and in the confirmation."""
+    """Number of timed calls of each candidate in the final comparison and in the confirmation, taken in turns."""
     limit_s: float = 300.0
     """Maximum seconds for one reply of a candidate's process, compilation included."""
     memory_gib: Omittable[float] = None
@@ -167,7 +167,7 @@ class Eval:
     plan: Omittable[Path] = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: Several[Path] = ()
-    """Further plans of the model, which the real suites compare with --plan."""
+    """Further plans of the model, which the suites real and real-full compare with --plan."""
     weights: Omittable[Weights] = None
     """Form of the matrices, as for generate; "real-weights" compares all forms instead."""
     suite: Literal["demo", "study", "smoke", "cache", "real", "real-full", "real-weights"] = "demo"

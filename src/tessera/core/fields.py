@@ -73,7 +73,7 @@ def maybe(rule: Rule) -> Rule:
 
 
 TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
-TEXT = Rule("a text", lambda value: isinstance(value, str))
+TEXT = Rule("a string", lambda value: isinstance(value, str))
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
 LIST = Rule("a list", lambda value: isinstance(value, list))
 
@@ -127,7 +127,7 @@ def parse_json(
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{source} is not valid JSON (it holds half a character, a surrogate): {retry}") from error
+            raise ValueError(f"{source} is not valid JSON (it holds a lone surrogate): {retry}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{source} must hold a JSON object, got {type(value).__name__}: {retry}")
     return value

@@ -178,8 +178,8 @@ USABLE_BYTES: Mapping[str, float] = MappingProxyType(
 """Bytes of a JAX device that one program may hold.
 
 TPU: the available memory that the compiler reports when it refuses a program, minus 0.01 GiB. The compiler does not
-support v4; its value assumes the lowest share of the other chips. GPU: JAX's pool, 75 % of the memory unless
-XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+support v4; its value, 95 % of the memory, is a guess below the other chips' shares. GPU: JAX's pool, 75 % of the memory
+unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 """
 
 

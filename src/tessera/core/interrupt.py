@@ -10,7 +10,7 @@ lost. With the handler here, the first of these events ends the command:
     EXIT_S have passed   the main thread is in a compiler or device call, or a callback lost the exception: exit
     a second Ctrl-C      exit
 
-A separate thread measures these times, because Python runs signal handlers only between two of its own instructions.
+A separate thread measures these times, because Python runs signal handlers only between two bytecode instructions.
 Only the command line installs the handler (`handled`); in a program that uses the library, check() and at_once() do
 nothing.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 PROGRAM_BYTES = 512 << 20
-"""Address space of compiled programs, the compiler and JAX's threads."""
+"""Bytes of address space that compiled programs, the compiler and JAX's threads need."""
 
 
 def available_bytes(device: jax.Device) -> int | None:

@@ -112,7 +112,7 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
-    """Return an array's PartitionSpec from its logical axes. A mesh axis splits only one: the first in `rules`."""
+    """Return an array's PartitionSpec from its logical axes. A mesh axis splits only the first of them in `rules`."""
     chosen: dict[Any, str] = {}
     for axis, over in rules.items():
         if axis in axes:

@@ -28,7 +28,7 @@ FAILED = 2
 LEAVE_S = 10.0
 """Seconds that a finished process waits for the others before it leaves."""
 GREETING_S = 5.0
-"""Seconds in which a connected process must say what it was given."""
+"""Maximum seconds until a connected process has sent its greeting."""
 MAX_LINE_BYTES = 1 << 14
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -95,7 +95,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Sleep 2 s. Most errors of a collective mean that another process ended; its message then ends this one."""
+        """Sleep 2 s after an error of a collective: often another process ended, and `watch` ends this one."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:
@@ -181,7 +181,7 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
         while len(peers) < place.count - 1:
             if (peer := _accept(listener, deadline)) is None:
                 missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
-                errors.append(f"process {missing} of {place.count} did not come within {wait_s:g} s: start it too")
+                errors.append(f"process {missing} of {place.count} did not connect within {wait_s:g} s: start it too")
                 break
             greeting = _receive(peer, min(deadline, time.monotonic() + GREETING_S))
             if not _is_greeting(greeting):
@@ -243,7 +243,7 @@ def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peer
     """Return an error for each way in which a greeting contradicts the arguments of process 0."""
     index, count = greeting["process"], greeting["processes"]
     if count != place.count:
-        return [f"process {index} was given --processes {count}, and process 0 {place.count}: give all the same number"]
+        return [f"process {index} has --processes {count}, but process 0 has {place.count}: give all the same number"]
     if not 0 < index < place.count or index in peers:
         return [f"two processes were given --process {index}: number them 0 to {place.count - 1}"]
     other = greeting["facts"]
@@ -266,7 +266,7 @@ def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
 
 
 def _receive(peer: socket.socket, deadline: float) -> dict | None:
-    """Receive one line with a JSON object; None if a stranger says something else, or nothing before the deadline."""
+    """Receive one line with a JSON object; None if the peer sends anything else, or nothing before the deadline."""
     line = b""
     try:
         while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

@@ -1,12 +1,15 @@
 """Quantised matrices: a pytree node that replaces a weight [E,D], and the forms in which weights can be loaded.
 
+E counts the outputs of the matrix, D its inputs, and G = D / g its groups of g inputs:
+
     W[e,d] ~ values[e,d] * scale[e]                        one scale per output channel
     W[e,d] ~ values[d // g, d % g, e] * scale[d // g, e]   one scale per group of g inputs
              + zero[d // g, e]                             GGUF's Q4_1 only
 
-Groups come first, [G,g,E], because XLA then fuses the conversion into one batched product per group on TPU. Four-bit
-values are `jnp.int4` except on CPU, where XLA unpacks that type one value at a time; there a byte holds two values, one
-from the first half of a row (or group) in its low four bits and one from the second half in its high four bits.
+Values in groups are stored as [G,g,E], because XLA on TPU then fuses the conversion into one batched product per group.
+Four-bit values are `jnp.int4` except on CPU, where XLA unpacks that type one value at a time; there a byte holds two
+values, one from the first half of a row (or group) in its low four bits and one from the second half in its high four
+bits.
 """
 
 from collections.abc import Mapping
@@ -98,7 +101,7 @@ class Quantised:
         stretches: number of equal runs of the inputs, one per device that shares them. Each run packs its first half
             with its second, so that a device unpacks only its own inputs.
         shared: number of devices that share the inputs; in `products`, each device scales its sum before all are added.
-        float_dtype: name of the model's float dtype, which a lookup returns.
+        float_dtype: name of the model's float dtype, in which an embedding lookup returns its rows.
     """
 
     values: Array

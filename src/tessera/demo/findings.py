@@ -43,7 +43,7 @@ class Answered:
 
     @property
     def right(self) -> bool:
-        """Whether dense and Kascade both say what the document says."""
+        """Whether the answers of dense and of Kascade both equal `expected`."""
         return all(answer.text.strip() == self.expected for answer in (self.dense, self.kascade))
 
 
@@ -126,7 +126,7 @@ class LayerTimes(NamedTuple):
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """Return each layer's kind; layers of one kind take equal time. A kind is a role, plus head budgets if sparse."""
+    """Return each layer's kind: its role and, if "own" or "sparse", its budgets. Layers of one kind take equal time."""
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))

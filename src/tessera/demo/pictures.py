@@ -22,7 +22,8 @@ _STYLE = STYLE | {"font.size": 11, "xtick.color": INK, "ytick.color": INK}
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """One layer's choice: `heads_BY` counts the KV heads that list a key tile for a query tile; -1 if not visible."""
+    """One layer's choice. `heads_BY` [query tiles, key tiles] counts the KV heads that list a key tile for a query
+    tile; -1 if it is not visible."""
 
     layer: int
     heads_BY: np.ndarray

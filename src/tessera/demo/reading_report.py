@@ -18,7 +18,7 @@ from tessera.workbench.evidence import Comparison, How, Record, What
 
 COMMAND = "tessera demo"
 CONTROL = (
-    "The control is the same plan with its choice made useless: it reads only what the plan always reads (the newest "
+    "The control is the same plan without its choice of keys: it reads only what the plan always reads (the newest "
     "keys and the first ones). An answer that it finds too says nothing about what Kascade chooses."
 )
 ABOUT = (

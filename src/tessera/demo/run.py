@@ -393,9 +393,10 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "notes": notes(found),
             "time_picture": {
                 "svg": times_svg,
-                "caption": f"Medians of {found.settings.repeats}, sides taking turns; above the points: dense over "
-                "Kascade. Left: fresh held-out text each time. Right: one layer of each kind measured on random "
-                "inputs, beyond the model's context too, and summed over the plan's layers, choosing included.",
+                "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
+                "a point is dense's time divided by Kascade's. Left: other held-out text in every run. Right: one "
+                "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
+                "plan's layers is shown, and includes choosing tiles.",
             },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,

@@ -77,7 +77,7 @@ def check_contiguous(cache: Cache) -> None:
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
     """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
 
-    A pool of P pages is a cache of P sequences of `page` keys; the caller adds the table.
+    For a pool of P pages, pass batch = P and num_keys = positions per page; the caller then adds the page table.
     """
     lead = (batch, config.num_kv_heads)
 
@@ -152,8 +152,8 @@ def append(
 ) -> Float[Array, "*L B K S H"]:
     """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    With `stripe`, the cache is dealt over the mesh axis "context"; `context.append` states the conditions. The caller
-    must ensure q_start + T <= S, because XLA silently clamps the position of a write.
+    With `stripe`, devices of the mesh axis "context" hold the cache in stripes; `context.append` states the conditions.
+    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if stripe is not None and context.num_parts() > 1:
@@ -172,15 +172,16 @@ def append_pages(
     """Write T new keys and values per sequence into its pages, from position q_start on.
 
     Rows are written in runs of gcd(T, page) positions. q_start must be a multiple of that length: a single token may
-    start anywhere, a chunk at a multiple of the smallest chunk. Rows from q_len on are padding. A run of padding only
-    goes to the null page, so a sequence of q_len = 0 keeps its pages. Other padding fills positions without a token.
+    start anywhere, a chunk at a multiple of the smallest chunk. Rows from q_len on are padding. A run that holds
+    only padding goes to the null page, so a sequence of q_len = 0 keeps its pages. Other padding fills positions
+    without a token.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
     num_rows, page = k.shape[1], cache.page
     run = gcd(num_rows, page)
     first = jnp.arange(0, num_rows, run, dtype=jnp.int32)
     position = q_start[:, None] + first
-    entry = jnp.clip(position // page, 0, cache.pages.shape[1] - 1)  # dead rows may be anywhere
+    entry = jnp.clip(position // page, 0, cache.pages.shape[1] - 1)  # padding may have any position
     ids = jnp.where(first < q_len[:, None], jnp.take_along_axis(cache.pages, entry, axis=1), NULL)
     where = ids.reshape(-1), (position % page).reshape(-1)
 
@@ -196,7 +197,8 @@ def append_pages(
             return jax.lax.dynamic_update_slice(pool, row, (*layer, where[0][i], *at))
 
         zero = jnp.int32(0)
-        return jax.lax.fori_loop(0, new.shape[0], put, pool)
+        # XLA would unroll a loop of one round, fuse the write with later reads and copy the pool for each.
+        return jax.lax.optimization_barrier(jax.lax.fori_loop(0, new.shape[0], put, pool))
 
     k, v = (write(pool, jnp.swapaxes(x, 1, 2), 2) for pool, x in ((cache.k, k), (cache.v, v)))
     return cache._replace(k=k, v=v, scales=None if scales is None else write(cache.scales, scales, 3))

@@ -252,10 +252,10 @@ def save_folder(
 
     Raises:
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder), the weights are
-            quantised, or they lie on devices of several processes.
+            quantised, or several processes hold parts of them.
     """
     if not getattr(params.embed, "is_fully_addressable", True):
-        raise ValueError("the weights lie on devices of several processes: load the model in one process to save it")
+        raise ValueError("several processes hold parts of the weights: load the model in one process to save it")
     if has_quantised(params):
         raise ValueError(
             "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "
@@ -316,7 +316,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 @program()
 def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
-    """Return elements of an array that a mesh splits, on every device; reshaping the array would gather it."""
+    """Return array[at] on every device, for an array that a mesh splits. Flattening the array first would gather it."""
     return keep(array[at])
 
 
@@ -372,7 +372,7 @@ def _check_tied(embed: Stored, head: Stored) -> None:
 
 
 def _identities(source: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return size, time of change and inode of each file that may hold weights."""
+    """Return size, modification time (ns) and inode of each file that may hold weights."""
     files = [source] if source.is_file() else sorted((*source.glob("*.safetensors"), *source.glob(INDEX)))
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path in files for stat in [path.stat()]}
 

@@ -43,8 +43,8 @@ def forward(
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
-        stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
-            devices then share the rows, too; None if the cache is in order of position.
+        stripe: positions per stripe, if the devices of the mesh axis "context" hold the cache in stripes
+            (`attention.context`); they then share the rows, too. None if the cache is in order of position.
         spread: each device of the mesh axis "heads" computes a part of the rows with whole weights, gathered layer by
             layer; attention and cache stay split by heads (`runtime.spread`).
         gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that memory
@@ -124,10 +124,10 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _traced_once(block, index, *arguments):
-    """Run a layer by a trace that all layers share; `index` must be an array.
+    """Run a layer through the jitted `block`. It is traced once for all layers, because `index` is passed as an array.
 
-    If the programs are already compiled, tracing and lowering take most of the start of a model of 30 layers. XLA
-    inlines the calls, so the compiled program is the same.
+    If the programs are already compiled, tracing and lowering take most of the start-up time of a model of 30 layers.
+    XLA inlines the calls, so the compiled program is the same.
     """
     return block(jnp.int32(index), *arguments)
 

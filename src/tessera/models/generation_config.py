@@ -84,7 +84,7 @@ class GenerationConfig:
         return found | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def note(self, given: Mapping[str, Any]) -> str:
-        """Return a line that lists the file's settings that take effect beyond the arguments `given`; "" if none do.
+        """Return a line that lists the file's settings that take effect because `given` lacks them; "" if none do.
 
         An argument that is None counts as not given.
         """

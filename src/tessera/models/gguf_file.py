@@ -1,7 +1,7 @@
 """GGUF files: read and check the header first, then dequantise tensors one at a time.
 
 A GGUF file is untrusted input. This module parses the header itself, because the gguf package's reader trusts every
-count and offset in the header; the package serves only to dequantise. The format is little-endian: the magic "GGUF", a
+count and offset in the header; the package only dequantises. The format is little-endian: the magic "GGUF", a
 version (2 or 3), the counts of tensors and of metadata entries (64 bits each), the entries (key, type, value), the
 tensors (name, dimensions with the innermost first, type, offset), padding, then the data.
 """

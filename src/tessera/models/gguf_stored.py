@@ -1,6 +1,6 @@
 """Read GGUF matrices as they are stored: integers and scales per block of 32 inputs, not dequantised.
 
-Q4_0: d (q - 8)      Q4_1: d q + m      Q8_0: d q      per block; d and m are float16
+Q4_0: d (q - 8)      Q4_1: d q + m      Q8_0: d q      q: stored integer; d, m: float16, per block
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
     if kind not in KINDS and kind not in FLOATS:
         raise ValueError(
             f"weights='gguf' keeps {', '.join(KINDS)} and floats, but {name} in {tensor.path} is {kind}: pass "
-            f"weights='int8', or None to widen it"
+            f"weights='int8', or None to dequantise it"
         )
 
 

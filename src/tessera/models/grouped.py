@@ -4,7 +4,7 @@
 
 XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because
 reading the weights takes longer; for many rows, they take longer than the product. This kernel turns a few groups of W
-at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the groups before. W is rounded to
+at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the previous groups. W is rounded to
 bfloat16 once, as the weights of a bfloat16 checkpoint are.
 
 Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes) and float32 scales.
@@ -29,7 +29,7 @@ LEAST_ROWS = 2
 """Minimum rows for the kernel, as a multiple of the inputs per group. With fewer rows, XLA's product per group is as
 fast (evidence/tpu-fusions.jsonl)."""
 MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 512, 512
-"""Limits of a block. A block of W is turned into bfloat16 again for each block of rows."""
+"""Maximum sizes of a block. The kernel converts W to bfloat16 once per block of rows, so blocks have many rows."""
 X_BYTES = 16 << 20
 """Maximum bytes of a block of x in bfloat16; VMEM holds two such blocks."""
 VMEM_BYTES = 56 << 20
@@ -56,8 +56,8 @@ def wins(num_rows: int, weight: Quantised) -> bool:
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose blocks of rows of equal size, and the largest blocks of outputs and inputs that divide the weight's and
-    stay within MOST_OUTPUTS and MOST_INPUTS."""
+    """Choose blocks of rows of equal size, and the largest blocks of outputs and inputs that divide the weight's
+    outputs and inputs and stay within MOST_OUTPUTS and MOST_INPUTS."""
     most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
     rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
     wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)

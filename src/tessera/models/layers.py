@@ -162,8 +162,8 @@ def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> 
 def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Array, "B T N H"]:
     """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32.
 
-    A TPU rotates bfloat16 heads by a product: half a head does not fill a register's lanes, and moving halves costs
-    more cycles than the product (docs/runtime.md).
+    A TPU rotates bfloat16 heads by a matrix product: half a head does not fill a register's lanes, and moving halves
+    costs more cycles than the product (docs/runtime.md).
     """
     if x.dtype != jnp.bfloat16:  # the matrix unit would round float32
         return rotate_by_halves(x, *tables)
@@ -184,7 +184,7 @@ def rotate_by_product(x: Array, cos: Array, sin: Array) -> Array:
     """
     shape, size = x.shape, x.shape[-1]
     if shape[0] == 1 or jax.sharding.get_abstract_mesh().size <= 1:
-        # With one dimension of rows, XLA writes the projection head-major. A mesh may split T: then B must stay apart.
+        # With one dimension of rows, XLA writes the projection head-major. A mesh may split T: then B and T stay apart.
         x, cos, sin = (part.reshape(-1, *part.shape[2:]) for part in (x, cos, sin))
     swap = jnp.asarray(np.roll(np.eye(size), size // 2, axis=-1), x.dtype)
     swapped = jax.lax.dot_general(x, swap, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

@@ -2,11 +2,12 @@
 
 A page is free, active (a sequence uses it) or cached (no sequence uses it, but its contents are kept). A new page has
 one owner, which writes it. `seal` ends the writing; only a sealed page can be shared, and when its last user releases
-it, it is cached until `share` or `evict`. Page 0 is the null page: it is in no list, rows without a sequence write to
-it, and tables are padded with it.
+it, it is cached until `share` or `evict`. `discard` breaks the seal of a page whose contents are bad. Page 0 is the
+null page: it is in no list, rows without a sequence write to it, and tables are padded with it.
 
     free --allocate--> active --seal--> active, sealed <--share/release--> cached --evict--> free
                        active --release--> free
+                       active <--discard-- active, sealed
 """
 
 from collections import deque
@@ -115,6 +116,13 @@ class Pages:
             del self._cached[page]
             self._sealed[page] = False
             self._free.append(page)
+
+    def discard(self, pages: Iterable[int]) -> None:
+        """Break the seal: each page cannot be shared from now on and becomes free when its last user releases it."""
+        pages = self._all(pages, lambda page: self._sealed[page], "discard", "it is not sealed")
+        self.evict(page for page in pages if page in self._cached)
+        for page in pages:
+            self._sealed[page] = False
 
     def _known(self, page: int) -> int:
         if not 0 < page < self.size:

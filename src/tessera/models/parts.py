@@ -33,7 +33,7 @@ def load_weight(
         tensors: place of each tensor by name.
         lead: () or (L,).
         dtype: dtype of the result.
-        placed: where the result lies; each process reads only what its devices hold. None: on the default device.
+        placed: sharding of the result; each process reads only what its devices hold. None is the default device.
 
     Raises:
         ValueError: a value that this process reads is NaN or infinite, or the file ends early.
@@ -70,9 +70,9 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return the places in a block of the tensor's rows `first` to `end`, and these rows' numbers less `first`.
+    """Return two indices that copy rows `first` to `end` of a tensor: their rows in a block, and in a part.
 
-    `where` holds the row numbers of the block.
+    `where` holds the row numbers of the block in the tensor; the part begins at row `first`.
     """
     if isinstance(where, slice):
         start = max(where.start, first)

@@ -2,11 +2,11 @@
 
 On TPU and GPU, XLA fuses the conversion of the values into the product, so that a product reads only the quantised
 bytes. On CPU, XLA does not fuse the conversion; there, the integer forms multiply int8 by int8. Each row x of
-activations becomes two int8 digits, h and l:
+activations becomes two rows of int8 digits, h and l:
 
     x ~ a (h + l / 254),  a = max |x| / 127,  |error| <= a / 508
 
-The product is then two rows of int8 products, exact in int32. At decode this is several times faster than multiplying
+The product is then two int8 products per row, exact in int32. At decode this is several times faster than multiplying
 converted values and summing, and at prefill several times faster than a float product (LOG.md). x is rounded to
 multiples of a / 254, 254 times finer than int8 alone.
 """
@@ -85,9 +85,10 @@ def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -
 
 
 def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles.
+    """Return x W^T on TPU. A single row is padded to two: XLA multiplies one outside the matrix unit, in ten times the
+    cycles.
 
-    Many bfloat16 rows and a weight in groups take the kernel of `grouped`.
+    The kernel of `grouped` multiplies many bfloat16 rows by a weight in groups.
     """
     if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(_num_rows(x), weight):
         return grouped.product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
@@ -98,8 +99,8 @@ def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Sum one product per group. Values [G,g,E] lie as the batched product reads them, so that their conversion
-    fuses into it."""
+    """Return x W^T as a sum of one product per group. The batched product reads values [G,g,E] in their stored order,
+    so that XLA fuses their conversion into it."""
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]
     last = groups.ndim - 1
@@ -107,7 +108,7 @@ def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, 
     out = jax.lax.dot_general(groups, values.astype(x.dtype), dims, preferred_element_type=jnp.float32)
     rows = (slice(None), *(None,) * (last - 1))  # [G,E] -> [G,...,E]
     out = out * scale[rows]
-    if weight.zero is not None:  # before the sum over groups: if devices share them, they add up once
+    if weight.zero is not None:  # before the sum over groups, which devices may share, so that each is added once
         sums = jnp.sum(groups.astype(jnp.float32), -1, keepdims=True)
         out = out + sums * weight.zero.astype(jnp.float32)[rows]
     return jnp.sum(out, 0)
@@ -140,7 +141,7 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int 
         return _digits(rows, weight, count)[:num_rows].reshape(*x.shape[:-1], -1)
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), -1, keepdims=True) / 127
-    scaled = x / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # a row of zeros
+    scaled = x / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # no 0 / 0 in a row of zeros
     high = jnp.round(scaled)
     rows = jnp.stack([high, jnp.round((scaled - high) * 254)][:count]).astype(jnp.int8)
     if weight.packed:
@@ -168,7 +169,7 @@ def _integers(x: Array, w: Array) -> Array:
 
 
 def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Convert the whole matrix on CPU, then multiply in float: many rows pay for the copy."""
+    """Convert the whole matrix on CPU, then multiply in float: with many rows, the copy costs little in comparison."""
     x = x.astype(jnp.float32)
     if not weight.group:
         values = jax.lax.optimization_barrier(_from_fp8(weight.values))

@@ -1,9 +1,9 @@
 """Read matrices in fewer bits, as the parts that this process's devices hold, in one pass over the file.
 
 Each block of rows is rounded, or taken as a GGUF file stores it, and copied to every part that it belongs to, so host
-memory holds the process's parts plus one block. The parts are those of the float matrix. The scale of an output channel
-depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows and keeps its
-columns. The scale of a group depends only on the group's inputs.
+memory holds the process's parts plus one block. A mesh splits the matrix into the same parts as in floats. The scale of
+an output channel depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows
+and keeps its columns. The scale of a group depends only on the group's inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,7 +57,7 @@ class Sample:
         bfloat16 [SAMPLE]."""
         outputs, inputs = tensor.shape
         heads = getattr(tensor, "heads", None)
-        unit = 1 if heads is None else outputs // heads  # GGUF's readers want whole heads
+        unit = 1 if heads is None else outputs // heads  # GGUF's readers need whole heads
         for start in sorted({int(row) // unit * unit for row in self.rows[self.missing]}):
             for where, values in read(name, tensor, range(start, start + unit), range(inputs)):
                 self.take(where, range(inputs), lambda rows, columns, values=values: values[rows, columns])
@@ -65,7 +65,7 @@ class Sample:
 
 
 class Part:
-    """What one device holds of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
+    """One device's part of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
 
     def __init__(self, box: Box, count: int, form: Form, packed: bool):
         self.box, self.form, self.packed = box, form, packed
@@ -144,7 +144,7 @@ def load_quantised(
 def read_parts(
     read: Reader, tensors: Mapping[str, Any], boxes: Iterable[Box], *, form: Form, kept: bool, packed: bool
 ) -> tuple[dict[Box, Part], np.ndarray]:
-    """Read tensors into parts, one per different box; return the parts, and samples as bfloat16 [L,SAMPLE].
+    """Read tensors into parts, one per distinct box; return the parts, and samples as bfloat16 [L,SAMPLE].
 
     With `kept`, blocks of a GGUF file are read as stored instead of rounded to `form`. `packed` is as in `Quantised`.
     """

@@ -44,9 +44,9 @@ ENTRY = record(
     },
     "a dtype, a shape and the data_offsets of its start and end",
 )
-METADATA = maybe(Rule("texts by name", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
+METADATA = maybe(Rule("an object of strings", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
 WEIGHT_MAP = Rule(
-    "names of files in this folder by tensor",
+    "the name of a file in this folder for each tensor",
     lambda v: isinstance(v, dict) and all(isinstance(n, str) and re.fullmatch(r"[\w-][\w.-]*", n) for n in v.values()),
 )
 
@@ -72,7 +72,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
         return read_header(single)
     if not index.is_file():
         if any(folder.glob("*.bin")):
-            raise ValueError(f"{folder} holds its weights as .bin files, which run code when read: save as safetensors")
+            raise ValueError(f"{folder} holds its weights as .bin files, which may run code: save them as safetensors")
         raise ValueError(f"{folder} holds no weights: {SINGLE} or {INDEX} is missing")
     weight_map = read_json(index).get("weight_map")
     if not WEIGHT_MAP.fits(weight_map):
@@ -197,7 +197,7 @@ def write_file(
         path: the file.
         specs: dtype and shape of each tensor by name.
         arrays: yields the tensors in the same order.
-        about: further texts for the header's metadata.
+        about: further entries of the header's metadata.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()} | {np.dtype(np.int32): "I32"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}

@@ -378,7 +378,7 @@ def _read_template(folder: Path, inline: Any) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from error
     if isinstance(inline, list):
         inline = {entry["name"]: entry["template"] for entry in inline}.get("default")
     return inline

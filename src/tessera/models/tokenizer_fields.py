@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 22
 """Token ids must be below this, because the library's memory grows with the largest id."""
 
 TOKEN = integer(0, MAX_TOKENS - 1)
-WORD = Rule("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+WORD = Rule("a non-empty string", lambda value: isinstance(value, str) and value != "")
 ADDED = record(
     {
         "id": TOKEN,
@@ -45,7 +45,7 @@ MODEL_FIELDS = MappingProxyType(
     {
         "vocab": either(
             Rule(
-                f"an object of ids below {MAX_TOKENS} by text, each once",
+                f"an object that maps texts to ids below {MAX_TOKENS}, each once",
                 lambda value: (
                     isinstance(value, Mapping)
                     and all(map(TOKEN.fits, value.values()))
@@ -106,8 +106,8 @@ def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
 
 
 def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the special tokens of a post-processor and of the post-processors inside it, all in the form that the
-    tokenizers library has checked."""
+    """Yield the special tokens of a post-processor and of the post-processors inside it. The tokenizers library has
+    already checked their form."""
     if processor.get("type") == "Sequence":
         for inner in processor["processors"]:
             yield from _templates(inner)

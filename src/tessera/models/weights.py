@@ -216,7 +216,7 @@ def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ..
 
 
 def input_parts(weight: Weight, heads: int) -> int:
-    """Return into how many parts a mesh axis "heads" of `heads` devices splits the inputs of a matrix: `heads` or 1."""
+    """Return the number of parts, `heads` or 1, into which `heads` devices on mesh axis "heads" split the inputs."""
     return heads if mesh.RULES.get(weight.axes[1]) == mesh.HEADS else 1
 
 

@@ -21,13 +21,13 @@ class Generation:
         finish_reason: "stop" (end-of-sequence token or stop string), "length" (max_new_tokens or the model's context
             is used up) or "interrupted" (Ctrl-C).
         prompt_tokens: tokens of the prompt.
-        ttft_s: seconds from the call of generate to this prompt's first token, compilation included; nan without one.
+        ttft_s: seconds from the request to its first token, waiting and compilation included; nan without a token.
         decode_tokens_per_s: decode rate after the first token; nan for fewer than two tokens.
         density: key positions read / key positions visible, each summed over layers, heads, prompt rows and decode
             steps.
         layer_density: the same share per layer, anchors included; empty before the first token.
         prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
-        decode_keys: the same for the tokens fed back.
+        decode_keys: the same for the answer's tokens, of which the last is never fed back.
     """
 
     text: str
@@ -49,7 +49,15 @@ class Generation:
 
 
 class Answer:
-    """Answer of one request, which grows token by token; `generation` returns the result."""
+    """Answer of one request, which grows token by token; `generation` returns the result.
+
+    Args:
+        prompt_tokens: number of the prompt's tokens.
+        limit: maximum number of new tokens.
+        eos_ids: end-of-sequence tokens, each of which ends the answer.
+        stop: texts that end the answer, which is cut before them.
+        tokenizer: None for an answer without text.
+    """
 
     def __init__(
         self, prompt_tokens: int, limit: int, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer | None

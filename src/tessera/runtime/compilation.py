@@ -90,8 +90,8 @@ def enable_cache() -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # By default, JAX stores only programs that took a second. Ours are many and small, and add up to the start-up time.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    compilation_cache.reset_cache()  # JAX settles on "no cache" at the first compilation of the process
-    compilation_cache._cache = CheckedCache(str(folder), max_size=-1)  # JAX has no public way to choose it
+    compilation_cache.reset_cache()  # or JAX keeps "no cache", if the process has compiled anything before
+    compilation_cache._cache = CheckedCache(str(folder), max_size=-1)  # JAX has no public way to choose the class
     compilation_cache._cache_initialized = True
     return folder
 
@@ -134,7 +134,7 @@ def capacity_buckets(num_keys: int) -> Iterator[int]:
 def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
     """Return the lengths of prefill chunks, descending, of at most `chunk` rows.
 
-    Each length is a multiple of CHUNK_UNIT and of the query tile, so that no cut splits a tile. If the smallest common
+    Each length is a multiple of CHUNK_UNIT and of the query tile, so that no cut splits a tile. If the least common
     multiple is longer than `chunk`, it is the only length.
     """
     unit = lcm(CHUNK_UNIT, query_tile)

@@ -21,7 +21,13 @@ MIN_WINDOW = 2 * NUM_KEYS
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Token windows for calibration: `windows` serve to make a plan, `held_out` to judge it; `sha256` covers both."""
+    """Token windows for calibration.
+
+    Attributes:
+        windows: token ids [W] of each window from which a plan is made.
+        held_out: those of each window on which the plan is judged.
+        source: the text's file or folder name, or the number of texts.
+    """
 
     windows: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
@@ -42,10 +48,17 @@ class Corpus:
 
 
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
-    """Cut windows of at most the model's context, sampled evenly from the texts; hold out the last quarter.
+    """Cut windows of at most MAX_WINDOW tokens or the model's context, spread evenly; hold out the last quarter.
 
-    A file or folder counts as one long text (files sorted by name, binary files skipped); each item of a list
-    is a separate text.
+    Args:
+        model: model with `config` and `tokenizer`.
+        texts: a file or folder, which counts as one long text (files sorted by name, binary files skipped), or a list
+            of separate texts or token lists.
+        max_tokens: number of tokens of all windows together, rounded down to whole windows, but at least two.
+
+    Raises:
+        FileNotFoundError: the file or folder does not exist.
+        ValueError: a text is too short or not valid.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):

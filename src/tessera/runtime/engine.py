@@ -24,7 +24,9 @@ from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.choosing import fail
 from tessera.runtime.lane import Lane
-from tessera.runtime.requests import End, Event, Failure, Held, Request, Ticket, Token, check_tokens
+from tessera.runtime.paged_lane import PagedLane
+from tessera.runtime.pool import Paging, Pool
+from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
 from tessera.runtime.step import Session, require_room
 from tessera.sparse.contract import Policy
@@ -53,6 +55,8 @@ class Engine:
         cache: dtype of keys and values, "int8" or None for the weights' own.
         together: whether prompts that fill all rows of a lane are prefilled in one batch. A server switches this off:
             that halves the programs to compile, and its prompts seldom come together.
+        paging: keep keys in pages: all requests then share one lane, prompts that begin alike share keys, and a row's
+            position alone selects its policy. `num_keys` is then the maximum per request; needs `slots`.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Engine:
         lag: int | None = None,
         cache: str | None = None,
         together: bool = True,
+        paging: Paging | None = None,
     ):
         if slots is not None and slots < 1:
             raise ValueError(f"{slots=} must be at least 1, or None")
@@ -75,7 +80,10 @@ class Engine:
         self.slots, self.num_keys, self.sizes, self.cache = slots, num_keys, sizes, cache
         self.lag = (0 if jax.default_backend() == "cpu" else LAG) if lag is None else lag
         self.together = together
-        self.lanes: dict[Policy, Lane] = {}
+        self.paging = paging
+        if paging is not None and slots is None:
+            raise ValueError("slots=None: an engine with pages needs a number of rows")
+        self.lanes: dict[Policy, Lane | PagedLane] = {}
         self._waiting: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
         self._submitted = 0
@@ -90,6 +98,18 @@ class Engine:
         """Number of requests that wait for a row."""
         queues = (self._waiting, *(lane.waiting for lane in self.lanes.values()))
         return sum(ticket.open for queue in queues for ticket in queue)
+
+    @property
+    def pool_state(self) -> PoolState | None:
+        """How full the pool of pages is; None without pages, or before the first request."""
+        lane = self.lanes.get(self.policy)
+        return lane.state if isinstance(lane, PagedLane) else None
+
+    def policy_of(self, num_keys: int) -> Policy:
+        """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
+        if self.paging is None:
+            return self.policy.at_length(num_keys)
+        return self.policy.at_position(num_keys - 1, self.paging.unit)
 
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
@@ -185,6 +205,26 @@ class Engine:
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
+    def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
+        """Compute a prefix, and keep its full pages for as long as the engine lives; return their positions.
+
+        Raises:
+            ValueError: the engine has no pages, or the prefix is empty or too long.
+            MemoryError: the pool is too small.
+        """
+        if self.paging is None:
+            raise ValueError("paging=None: only an engine with pages can pin a prefix")
+        self.submit(Request(prompt=tokens, max_new_tokens=1, tenant=tenant))
+        for _ in self.drain():
+            pass
+        return self.lanes[self.policy].pin(tokens, tenant)
+
+    def close(self) -> None:
+        """Write the prefix cache to disk, if the engine has a folder for it."""
+        for lane in self.lanes.values():
+            if isinstance(lane, PagedLane):
+                lane.close()
+
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
         """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
 
@@ -201,7 +241,7 @@ class Engine:
         if extras:
             found |= {method | Method(extra=True) for method in found}
         rows, programs = self.slots or 1, 0
-        for policy in dict.fromkeys(self.policy.at_length(n) for n in (1, self.num_keys)):
+        for policy in dict.fromkeys(self._policy_of(n) for n in (1, self.num_keys)):
             lane = self.lanes.get(policy) or self._open(policy, rows, self.num_keys, self.num_keys)
             programs += lane.warm(found, joins=joins)
         return programs
@@ -211,7 +251,7 @@ class Engine:
         groups: dict[Policy, list[Ticket]] = {}
         for ticket in self._waiting:
             if ticket.open:  # each request's length alone selects its policy
-                groups.setdefault(self.policy.at_length(ticket.answer.num_keys), []).append(ticket)
+                groups.setdefault(self._policy_of(ticket.answer.num_keys), []).append(ticket)
         self._waiting, failures = [], []
         if groups.keys() - self.lanes.keys():  # drop idle lanes, whose caches take memory
             self.lanes = {policy: lane for policy, lane in self.lanes.items() if lane.busy or policy in groups}
@@ -221,6 +261,10 @@ class Engine:
             if policy in self.lanes:
                 self.lanes[policy].waiting.extend(ticket for ticket in tickets if ticket.open)
         return failures
+
+    def _policy_of(self, num_keys: int) -> Policy:
+        """Return the policy whose lane takes a request."""
+        return self.policy if self.paging is not None else self.policy.at_length(num_keys)
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
         """Open a lane for as many requests as fit in memory; drop the longest first and return their Failure events."""
@@ -238,10 +282,17 @@ class Engine:
             break
         return failures
 
-    def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane:
+    def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane | PagedLane:
+        if self.paging is not None:
+            self.lanes[policy] = self._open_pool()
+            return self.lanes[policy]
         num_keys = max(num_keys, self.num_keys)
         size = {"batch": batch, "num_keys": num_keys, "cache": self.cache}
         require_room(self.params, self.config, **size, num_tokens=num_tokens)
         session = Session(self.params, self.config, policy, **size, sizes=self.sizes)
         self.lanes[policy] = Lane(session, self.lag, self.together)
         return self.lanes[policy]
+
+    def _open_pool(self) -> PagedLane:
+        pool = Pool(self.params, self.config, self.policy, context=self.num_keys, paging=self.paging, cache=self.cache)
+        return PagedLane(pool, slots=self.slots, lag=self.lag)

@@ -7,7 +7,7 @@
     flops of n decoded tokens      = 2 (P + V D) n + 4 H G keys
     cache bytes of decode          = keys * bytes of one position's key and value in one KV head
 
-P counts the elements of the layers' matrices, V D those of the matrix of logits, which a prefill multiplies once.
+P counts the elements of the layers' matrices, V D those of the output head, which a prefill applies to one row only.
 `keys` are the positions really read, summed over layers, KV heads and rows; a group of G query heads shares each read.
 Work that the formulas leave out (padding, masked keys, recomputation, tile selection) lowers the shares. Peaks are
 those of the data sheet, for all devices of the mesh; a CPU has none, and `generate --stats` measures its rates.

@@ -37,7 +37,7 @@ class Guide(Protocol):
         """Return which tokens may come next; at least one."""
 
     def push(self, token: int) -> None:
-        """Take the answer's next token."""
+        """Advance by one token, the answer's next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,14 @@ class Request:
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
         stop: texts that end the answer; the answer is cut before the first that appears.
         sampling: sampling parameters.
-        seed: seed of the draws; a draw depends only on the seed and the step.
-        bias: numbers added to the logits of these tokens before anything else; -inf forbids a token.
-        top_logprobs: best tokens to report per step, at most `sampling.RANKS`.
+        seed: seed of the draws; with it, only the logits and the step decide a draw.
+        bias: token id -> number added to its logit before anything else; -inf forbids the token.
+        top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
         guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
             step before.
+        tenant: who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
+        deadline_s: seconds after `submit` when the first token is due; None takes twice the time that the prompt takes
+            alone. Needs an engine with pages.
         held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
             read. None reuses the longest prefix whose keys are still in the cache.
     """
@@ -66,6 +69,8 @@ class Request:
     bias: Mapping[int, float] = MappingProxyType({})
     top_logprobs: int = 0
     guide: Callable[[], Guide] | None = None
+    tenant: str = ""
+    deadline_s: float | None = None
     held: Held | None = None
 
     @property
@@ -118,15 +123,29 @@ class Failure(NamedTuple):
 Event = Token | End | Failure
 
 
+class PoolState(NamedTuple):
+    """How full an engine's pool of pages is.
+
+    Attributes:
+        usage: share of the pages that requests use; pages that are only cached do not count.
+        cached: share of the pages that no request uses and whose contents are kept.
+        preempted: requests that gave their pages to others so far.
+    """
+
+    usage: float
+    cached: float
+    preempted: int
+
+
 @dataclass(kw_only=True, eq=False)
 class Ticket:
     """A request inside an engine.
 
     Attributes:
-        row: row of the lane that the request has.
-        reused: prompt tokens whose keys were in the cache.
+        row: row of the lane's cache that holds the request's keys.
+        reused: number of prompt tokens whose keys were in the cache.
         position: number of prompt tokens that are computed, as far as the host knows.
-        chosen: tokens that the device was asked to choose; the host may have read fewer.
+        chosen: number of tokens that the device was asked to choose; the host may have read fewer.
         dropped: whether the request was cancelled or failed.
         guide: what restricts the answer, in the state after the tokens that the host has read.
         allowed: which tokens may come next, if there is a guide.

@@ -7,8 +7,8 @@
     products  = 2 P flops per row, where P counts the parameters of the matrices that multiply the row
     cache     = bytes of keys and values read: 2 K H numbers per key that a layer reads
     attention = 4 N H flops per (row, key) that a layer reads
-    links     = bytes that a device sends / (LINK_BYTES_PER_S / 2). To add up an array over a ring of n devices, each
-                sends 2 (n - 1) / n of its bytes.
+    links     = bytes that a device sends / (LINK_BYTES_PER_S / 2), because that rate counts both directions. To add up
+                an array over a ring of n devices, each sends 2 (n - 1) / n of its bytes.
 
 Bandwidth and peak are the nominal rates times BANDWIDTH_SHARE and SHARES. The model leaves out the latency of
 exchanges, tile selection and the host. An int8, int4 or fp8 matrix is read in that type and multiplied in bfloat16.

@@ -23,8 +23,8 @@ from tessera.core.mesh import keep, program
 class Method:
     """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws.
 
-    `extra` adds a bias to the logits and returns the best tokens: one flag for both, because each doubles the number of
-    programs that a server compiles.
+    `extra` adds a bias to the logits and returns the best tokens: one flag for both, because each flag doubles the
+    number of programs that a server compiles.
     """
 
     draw: bool = False
@@ -127,7 +127,7 @@ def choose(
     *,
     method: Method,
 ) -> Choice:
-    """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step.
+    """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step (its token's index).
 
     With `method.extra`, `bias_BV` is added to the logits first; -inf forbids a token.
 

@@ -3,7 +3,7 @@
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
 a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
 activations; both are linear in length.
-With `stripe`, a mesh deals each sequence to devices in runs of so many positions (`attention/context.py`).
+With `stripe`, a mesh deals each sequence to its devices in runs of `stripe` positions (`attention/context.py`).
 """
 
 from collections import deque
@@ -50,8 +50,8 @@ def allocate(
     stacked: bool,
     stripe: int | None = None,
 ) -> Cache:
-    """Allocate an empty cache, split over the mesh by KV heads and, with a stripe, by slots; no device ever holds all
-    of it."""
+    """Allocate an empty cache, split over the mesh by KV heads and, with a stripe, by positions; no device ever holds
+    all of it."""
     return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
@@ -61,7 +61,7 @@ def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     check_contiguous(cache)
     parts = 1 if stripe is None else context.num_parts()
 
-    def pad(x: Array, axis: int) -> Array:  # each device appends slots to its part
+    def pad(x: Array, axis: int) -> Array:  # each device enlarges its own part
         lead, held, rest = x.shape[:axis], x.shape[axis], x.shape[axis:][1:]
         x = x.reshape(*lead, parts, held // parts, *rest)
         widths = [(0, 0)] * x.ndim
@@ -175,7 +175,7 @@ class Session:
         params, config, policy: the model's weights, config and attention policy.
         batch: number of sequences.
         num_keys: minimum keys per sequence to allocate.
-        sizes: lengths of prefill chunks, descending multiples of the policy's query tile.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None chooses them.
         cache: dtype of keys and values, "int8" or None for the weights' own.
     """
 
@@ -219,7 +219,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA clamps writes past the end."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA shifts a write past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 

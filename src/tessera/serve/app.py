@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tessera.generate import Model
 from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
 from tessera.runtime.requests import Request as Generate
+from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
 from tessera.serve.protocol import (
     CHAT_TOKENS,
@@ -57,7 +58,16 @@ class Site:
 
 @dataclass(eq=False)
 class Answer:
-    """One choice of a response while it is generated; `tokens` is None unless token probabilities are reported."""
+    """One choice of a response while it is generated.
+
+    Attributes:
+        index: number of the choice in the response, from 0.
+        policy: name of the attention policy that the choice runs under.
+        speech: splitter of its text into plain text and tool calls.
+        tokens: its tokens so far; None unless the response reports token probabilities.
+        job: its request in the service.
+        end: the engine's last event for it; None until it is complete.
+    """
 
     index: int
     policy: str
@@ -68,7 +78,7 @@ class Answer:
 
 
 def create(site: Site) -> FastAPI:
-    """Build the application."""
+    """Build the FastAPI application that answers all routes for `site`."""
     app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None)
 
     @app.exception_handler(Refusal)
@@ -149,7 +159,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _check_model(site: Site, name: str | None) -> None:
     if name is not None and name != site.name:
-        raise Refusal(404, f"model={name!r:.80} is not served here: this server has {site.name!r}", param="model")
+        raise Refusal(404, f"model={name!r:.80} is not served here: ask for {site.name!r}", param="model")
 
 
 def _tokenizer(site: Site):
@@ -185,7 +195,9 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
     if schema is None:
         return None
     if site.grammars is None:
-        raise Refusal(400, f"{site.name} has no tokenizer with an end token: response_format must be text")
+        raise Refusal(
+            400, f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and calls need: ask for text"
+        )
     try:
         return await asyncio.to_thread(site.grammars.json, schema)
     except ValueError as error:
@@ -193,9 +205,17 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
 
 
 def requests_of(
-    site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
+    site: Site,
+    body: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    guide: Callable[[], Guide] | None = None,
+    tenant: str = "",
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` of each prompt, with seeds that count up from the request's."""
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...; s is the body's or random.
+
+    Raises:
+        Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.
+    """
     usual = site.model.generation_config.sampling().get("temperature", 1.0)
     try:
         sampling = site.model.sampling(**{"temperature": usual} | body.sampling())
@@ -220,6 +240,7 @@ def requests_of(
             bias=body.bias,
             top_logprobs=body.ranks or 0,
             guide=guide,
+            tenant=tenant,
         )
         found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
     return found
@@ -227,11 +248,12 @@ def requests_of(
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit a request's choices and return its response, whole or as a stream."""
-    asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
+    asked = requests_of(site, body, prompts, await _guide(site, body), request.scope.get(TENANT, ""))
+    chat = isinstance(body, ChatBody)
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
-    policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
+    policies = [site.service.policy_of(one) for one in asked]
     answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 

@@ -1,6 +1,7 @@
-"""What every request passes before its route: the API key, limits on its body, a request id, and one line of log."""
+"""ASGI middleware before every route: check the API key, limit the body, set a request id, log one line."""
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -19,9 +20,12 @@ BODY_S = 30.0
 MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
 DISCARD_S = 1.0
-"""Seconds for which the rest of a refused body is read."""
+"""Maximum seconds for which the server reads on after it has refused a body as too large."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no API key: health probes send none, and the answers tell nothing about requests."""
+"""Paths that need no API key: health probes send none, and the responses reveal nothing about requests."""
+
+TENANT = "tessera.tenant"
+"""Name under which a request's scope has its tenant."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,7 +56,7 @@ class Front:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
             given = [await _read_body(headers, receive)]
 
             async def replay() -> Message:
@@ -64,23 +68,30 @@ class Front:
             if refusal.status == 413:
                 await _discard(receive)
         except ConnectionError:
-            pass  # the client went away before its body was here
+            pass  # the client closed the connection before its body was complete
         line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
         logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
 
-    def _check_key(self, path: str, given: bytes) -> None:
+    def _tenant(self, path: str, given: bytes) -> str:
+        """Check the API key and return its tenant."""
         if not self.keys or path in OPEN_PATHS:
-            return
+            return ""
         kind, _, own = given.partition(b" ")
-        # every key is compared, in constant time, so that the time of a refusal tells nothing about them
+        # compare with every key, each in constant time, so that response times reveal nothing about the keys
         same = [hmac.compare_digest(own.strip(), key) for key in self.keys]
         if kind.lower() != b"bearer" or not any(same):
             raise Refusal(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
+        return tenant_of(own.strip().decode())
+
+
+def tenant_of(key: str) -> str:
+    """Return the tenant of an API key: a name that tells nothing about the key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
     """Return the whole body as one message; raise Refusal if it is too large or too slow."""
-    too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB")
+    too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:
         raise too_large
@@ -89,7 +100,7 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
         try:
             message = await asyncio.wait_for(receive(), deadline - time.monotonic())
         except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {BODY_S:g} s") from None
+            raise Refusal(408, f"the body did not arrive within {BODY_S:g} s: send the request again") from None
         if message["type"] != "http.request":
             raise ConnectionError
         body += message.get("body", b"")
@@ -100,7 +111,8 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read what is left of a body for a short time: a client that still sends would lose the answer to a reset."""
+    """Read on for a short time. If the server closed while the client still sends, TCP would reset the connection and
+    the client would lose the response."""
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             while (await receive()).get("more_body"):

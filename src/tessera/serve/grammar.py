@@ -1,6 +1,6 @@
 """Answers that are JSON of a given schema: llguidance says which tokens may come next.
 
-Limits bound the time that a stranger's schema may cost. A grammar that exceeds them fails only its own request.
+Limits bound the time that a client's schema may cost. A grammar that exceeds them fails only its own request.
 """
 
 import json
@@ -17,7 +17,7 @@ from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
 
 COMPACT = {"whitespace_flexible": False}
-"""Option of llguidance that forbids optional white space; otherwise a model may write it for ever."""
+"""Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 """llguidance's default limits: at most about 20 ms per schema and 15 ms per token. They are written out because the
 server relies on them."""

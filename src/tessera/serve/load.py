@@ -5,7 +5,7 @@ are taken between pieces of text, as a user sees them:
 
     ttft        first piece - request sent
     itl         piece - the piece before it
-    goodput     requests per second that meet both limits, if limits are given
+    goodput     complete requests per second whose ttft and largest itl are within the given limits
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Load:
         shared_tokens: tokens at the start of a prompt that all prompts share.
         new_tokens: tokens per answer.
         seed: seed of arrival times and prompts.
-        limit_s: seconds after which a request counts as failed.
+        limit_s: seconds without a byte from the server after which a request counts as failed.
     """
 
     rate: float
@@ -162,7 +162,10 @@ def _take(event: dict[str, Any], now_s: float, outcome: Outcome) -> None:
 def summary(
     load: Load, outcomes: Sequence[Outcome], seconds: float, *, ttft_s: float | None = None, itl_s: float | None = None
 ) -> dict[str, Any]:
-    """Summarise a run as JSON data. If `ttft_s` or `itl_s` is given, add the goodput."""
+    """Summarise a run of `seconds` as JSON data: counts, tokens per second, and percentiles of ttft and itl in seconds.
+
+    If a limit `ttft_s` or `itl_s` (seconds) is given, add the goodput.
+    """
     good = [outcome for outcome in outcomes if outcome.error is None]
     ttft = [outcome.pieces_s[0] for outcome in good if outcome.pieces_s]
     itl = [gap for outcome in good for gap in np.diff(outcome.pieces_s).tolist()]

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tessera.runtime.requests import End, Event
+from tessera.runtime.requests import End, Event, PoolState
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 """Upper bounds of the histograms' buckets, seconds."""
@@ -13,6 +13,7 @@ class Metrics:
 
     def __init__(self):
         self.registry = CollectorRegistry()
+        self._gave_way = 0
         with_registry = {"registry": self.registry}
         self._running = Gauge("vllm:num_requests_running", "Requests in the engine.", **with_registry)
         self._waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the engine.", **with_registry)
@@ -24,6 +25,9 @@ class Metrics:
         self._cancelled = Counter("tessera:requests_cancelled", "Requests that clients dropped.", **with_registry)
         self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
         self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
+        self._usage = Gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.", **with_registry)
+        self._queries = Counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.", **with_registry)
+        self._preempted = Counter("vllm:num_preemptions", "Requests that gave their pages to others.", **with_registry)
         self._density = Histogram(
             "tessera:keys_read_ratio", "Share of visible keys that a request read.", buckets=_tenths(), **with_registry
         )
@@ -35,6 +39,12 @@ class Metrics:
         """Set how many requests run and wait."""
         self._running.set(running)
         self._waiting.set(waiting)
+
+    def pool(self, state: PoolState) -> None:
+        """Set how full the pool is, and count requests that gave way."""
+        self._usage.set(state.usage)
+        self._preempted.inc(max(0, state.preempted - self._gave_way))  # a new engine counts from 0
+        self._gave_way = state.preempted
 
     def token(self, *, first: bool, seconds: float) -> None:
         """Count one new token, `seconds` after the request or after the token before it."""
@@ -48,6 +58,7 @@ class Metrics:
             return
         self._ended.labels(event.generation.finish_reason).inc()
         self._prompt.inc(event.generation.prompt_tokens)
+        self._queries.inc(event.generation.prompt_tokens)
         self._cached.inc(event.reused_tokens)
         self._density.observe(event.generation.density)
         self._whole.observe(seconds)

@@ -29,8 +29,8 @@ MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHAT_TOKENS = 512
-"""New tokens of a chat that sets no limit, if the model's generation_config.json sets none either. A request that may
-fill the context would run under Kascade, however short its prompt is."""
+"""New tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
+keeps short chats dense: the new tokens that a request may have count towards a plan's cross-over."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
@@ -42,7 +42,7 @@ Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
 
 class Schema(BaseModel):
-    """A JSON object without unknown fields; values keep their JSON type, so that "1" is not a number."""
+    """A JSON object without unknown fields. Values are never converted: the text "1" is refused for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -67,7 +67,7 @@ class ResponseFormat(Schema):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise Refusal(
                 400,
-                "response_format: the type json_schema needs a field json_schema, and no other type takes one",
+                f"response_format.type={self.type}: the type json_schema needs a field json_schema, no other takes one",
                 param="response_format",
             )
         if self.type == "text":
@@ -191,14 +191,14 @@ class ToolChoice(Schema):
 
 
 class FunctionCall(Schema):
-    """A call in an earlier answer; `arguments` is JSON text."""
+    """The function of a tool call in an earlier answer; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Schema):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str
     type: Literal["function"]
@@ -215,9 +215,9 @@ class Message(Schema):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the form of chat templates; OpenAI's role "developer" becomes "system"."""
+        """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
         if self.content is None and not self.tool_calls:
-            raise Refusal(400, f"a message of role {self.role} has no content", param="messages")
+            raise Refusal(400, f"a message of role {self.role} has no content: give it a text", param="messages")
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
@@ -262,7 +262,9 @@ class ChatBody(SamplingFields):
         if not self.forced:
             return super().wanted()
         if self.response_format is not None:
-            raise Refusal(400, "response_format and a forced tool_choice exclude each other", param="response_format")
+            raise Refusal(
+                400, "response_format and a forced tool_choice exclude each other: set one", param="response_format"
+            )
         name = None if self.tool_choice == "required" else self.tool_choice.function.name
         names = [tool["function"]["name"] for tool in self.offered]
         if not names or name not in (None, *names):
@@ -293,7 +295,10 @@ class DetokenizeBody(Schema):
 
 
 class Refusal(Exception):
-    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object."""
+    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
+
+    `param` names the body's wrong field. After `retry_s` seconds (header Retry-After), the client may try again.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
         super().__init__(message)
@@ -311,13 +316,13 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
-        # A union reports one error per alternative: take one of the right JSON type, then the deepest.
+        # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
         errors = error.errors(include_url=False, include_context=False)
         found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     field = ".".join(str(part) for part in found["loc"] if not _is_type(part)) or None
     said = found["msg"][:1].lower() + found["msg"][1:]
     if found["type"] == "extra_forbidden":
-        raise Refusal(400, f"unknown field {field}: this server does not support it", param=field)
+        raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)
     if found["type"] == "json_invalid" or field is None:
         raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
     value = "" if found["type"] == "missing" else f"={found['input']!r:.80}"
@@ -336,7 +341,7 @@ def _json(call: ToolCall) -> Any:
         return json.loads(call.function.arguments)
     except (ValueError, RecursionError):
         raise Refusal(
-            400, f"the arguments of the call of {call.function.name} are not JSON", param="messages"
+            400, f"the arguments of the tool call {call.function.name} are not JSON text", param="messages"
         ) from None
 
 
@@ -425,10 +430,10 @@ def usage(
         prompt_tokens: tokens of all prompts together.
         generations: all answers.
         cached_tokens: prompt tokens whose keys were in the cache.
-        policies: name of each answer's attention policy; the names differ if a prompt is below the cross-over.
+        policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
 
     Returns:
-        OpenAI's counts, and under "tessera" the share of the visible keys that attention read.
+        OpenAI's counts, and under "tessera" the policies and the answers' mean density: keys read / keys visible.
     """
     new = sum(len(generation.tokens) for generation in generations)
     density = sum(generation.density for generation in generations) / max(len(generations), 1)

@@ -1,7 +1,7 @@
-"""Run the application under uvicorn: a deadline for a request's headers, and a clean end.
+"""Run the application under uvicorn, with a deadline for a request's headers and a graceful shutdown.
 
 uvicorn limits neither a body's size nor the time that headers and body take. A client that sends one byte a second
-would hold a connection for ever. This module therefore sets a deadline for headers, and `front` one for bodies.
+could hold a connection indefinitely. This module therefore sets a deadline for headers, and `front` one for bodies.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
             return
         logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.site.service.open)
         self.site.service.drain()
-        if self._loop is None:  # it has not started
+        if self._loop is None:  # `serve` has not started yet
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._end)
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         while self.site.service.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.site.service.open:
-            logger.warning("%d requests did not end within %g s", self.site.service.open, DRAIN_S)
+            logger.warning("%d requests did not end within %g s: stopping them", self.site.service.open, DRAIN_S)
             await asyncio.to_thread(self.site.service.stop)
         self.should_exit = True
 

@@ -95,7 +95,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
     A call that is incomplete, or is not a JSON object with a name, stays text.
 
     Args:
-        text: the answer, or what is left of it after the text that is already shown.
+        text: the answer, without the text that `Speech.push` has already returned.
         forced: whether a grammar has made the answer one call.
     """
     if forced:
@@ -116,7 +116,10 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 
 
 def safe_end(text: str) -> int:
-    """Return the length of a growing answer up to <tool_call>, or up to a last part that may become that mark."""
+    """Return how many characters of a growing answer cannot be part of a call.
+
+    They end before <tool_call>, or before a last part that further text may complete to <tool_call>.
+    """
     at = text.find(OPEN)
     if at >= 0:
         return at

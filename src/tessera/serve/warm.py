@@ -1,9 +1,20 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
+import json
 import logging
+from collections.abc import Sequence
+from math import lcm
+from pathlib import Path
 
+import jax
+
+from tessera.core.memory import available_bytes, require
+from tessera.core.mesh import mesh_of, num_parts
+from tessera.core.shapes import round_up
 from tessera.generate import Model
+from tessera.models.footprint import Division, Types, cache_bytes
 from tessera.runtime.engine import Engine
+from tessera.runtime.pool import Paging
 from tessera.runtime.sampling import Sampling
 from tessera.runtime.step import require_room
 from tessera.serve.grammar import Grammars
@@ -18,15 +29,25 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Sampling parameters; batches that mix them use every sampling program."""
+"""Sampling parameters whose mixtures, one per batch, together need every sampling program."""
+SIZES = {"cpu": (64, 64, (512,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
+"""By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
+SHARE = {True: 0.25, False: 0.8}
+"""Share of the free memory that a pool takes, on a CPU, whose memory others use too, and elsewhere."""
+BATCHES = (4, 16, 64)
+"""Rows of decode programs, besides one row and all."""
 
 
-def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
-    """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until the caches fit.
+def context_that_fits(model: Model, wanted: int | None) -> int:
+    """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until its keys fit.
+
+    Args:
+        model: the model to serve.
+        wanted: maximum tokens of prompt and answer together.
 
     Raises:
         ValueError: `wanted` exceeds the model's context.
-        MemoryError: the caches for `wanted` tokens, or for a context of at most 512, do not fit.
+        MemoryError: the keys of `wanted` tokens, or of a context of at most 512, do not fit.
     """
     limit = model.config.max_positions
     if wanted is not None and wanted > limit:
@@ -34,15 +55,49 @@ def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
     context = wanted or limit
     while True:
         try:
-            policies = {model.policy.at_length(n) for n in (1, context)}  # each has a cache
-            size = {"batch": slots * len(policies), "num_keys": context, "num_tokens": context, "cache": model.cache}
-            require_room(model.params, model.config, **size)
+            require_room(model.params, model.config, batch=1, num_keys=context, num_tokens=context, cache=model.cache)
             return context
         except MemoryError:
             if wanted is not None or context <= 512:
                 raise
             context //= 2
-            logger.info("caches for %d requests do not fit: a request may have %d tokens", slots, context)
+            logger.info("the keys of a longer request do not fit: a request may have %d tokens", context)
+
+
+def paging_for(model: Model, *, slots: int, context: int, pages: int | None = None, exact: bool = False) -> Paging:
+    """Return the sizes of the pool.
+
+    Args:
+        slots: requests that run at the same time.
+        context: maximum tokens of a request.
+        pages: pages to allocate; None takes twice what `slots` requests of `context` tokens need, so that finished
+            documents stay cached, but at most a share of the free memory (`SHARE`).
+        exact: run one prefill program and one decode program, so that no result depends on which rows run together.
+
+    Raises:
+        ValueError: fewer pages than one request of `context` tokens needs.
+        MemoryError: `pages` do not fit.
+    """
+    device = jax.devices()[0]
+    page, unit, sizes = SIZES.get(device.platform, SIZES["cpu"])
+    unit = lcm(unit, model.policy.query_tile)
+    sizes = (*(size for size in sizes if size % unit == 0 and size > unit), unit)
+    division = Division(heads=num_parts(mesh_of(model.params)))
+    dtype = str(model.params.embed.dtype)
+    size = cache_bytes(
+        model.config, 1, page, types=Types(weights=dtype, dtype=dtype, cache=model.cache or dtype), division=division
+    )
+    one = round_up(context, unit) // page
+    free = available_bytes(device)
+    count = pages if pages is not None else 2 * slots * one
+    if pages is None and free is not None:
+        count = max(one, min(count, int(free * SHARE[device.platform == "cpu"]) // size))
+    if count < one:
+        raise ValueError(f"--pages {count} must be at least {one}, for one request of {context} tokens")
+    require((count + 1) * size, [device], f"a pool of {count} pages", "name fewer --pages, or a smaller --context")
+    batches = (slots,) if exact else tuple(sorted({1, *(n for n in BATCHES if n < slots), slots}))
+    sizes = sizes[-1:] if exact else sizes
+    return Paging(num_pages=count + 1, page=page, unit=unit, sizes=sizes, batches=batches)
 
 
 def grammars_for(model: Model) -> Grammars | None:
@@ -52,16 +107,65 @@ def grammars_for(model: Model) -> Grammars | None:
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
-def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
-    """Start a service, which refuses requests until it has compiled its programs."""
+def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
+    """Read the prefixes to keep: a text, or, if the name ends in .json, an object with "messages".
+
+    Raises:
+        ValueError: a file is neither, or its text is too long or empty.
+    """
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        try:
+            if file.suffix != ".json":
+                found += model.encode_prompts([text])
+            elif model.tokenizer is None:
+                raise ValueError("this model has no tokenizer")
+            else:
+                found.append(model.tokenizer.encode_chat(json.loads(text)["messages"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--pin {file}: {error}") from error
+    return found
+
+
+def start(
+    model: Model,
+    *,
+    context: int,
+    slots: int,
+    queue: int,
+    paging: Paging | None = None,
+    pins: Sequence[Sequence[int]] = (),
+    tenants: Sequence[str] = ("",),
+) -> Service:
+    """Start a service, which refuses requests until it has compiled its programs.
+
+    Args:
+        model: the model to serve.
+        context: maximum tokens of a request, prompt and answer together.
+        slots: number of requests that run at a time.
+        queue: maximum number of requests that wait for a slot.
+        paging: sizes of the pool; None takes those of `paging_for`.
+        pins: prefixes whose keys every tenant finds in the cache.
+        tenants: all tenants.
+    """
+    paging = paging_for(model, slots=slots, context=context) if paging is None else paging
 
     def build() -> Engine:
-        return model.engine(slots=slots, num_keys=context, together=False)
+        return model.engine(slots=slots, num_keys=context, paging=paging)
 
     def warm(engine: Engine) -> None:
         count = engine.warm(SAMPLINGS, extras=True)
-        logger.info("ready: %d programs, %d requests at a time, %d tokens each", count, slots, context)
+        held = (paging.num_pages - 1) * paging.page
+        logger.info(
+            "ready: %d programs, %d requests at a time, %d tokens each, keys of %d tokens", count, slots, context, held
+        )
+
+    def prepare(engine: Engine) -> None:
+        for tenant in tenants:
+            for tokens in pins:
+                logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
 
     service = Service(build, queue=queue, metrics=Metrics())
-    service.start(warm)
+    service.start(warm, prepare)
     return service

@@ -90,6 +90,9 @@ def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tupl
     Args:
         score_LL: score[a][b] = importance of b times similarity(a, b); only a <= b is read.
         num_anchors: M, from 1 to L.
+
+    Raises:
+        ValueError: num_anchors is out of range, or score_LL is not square and finite.
     """
     score_LL = np.asarray(score_LL, np.float64)
     num_layers = len(score_LL)

@@ -102,12 +102,11 @@ class Window(Counted):
 class Oracle(Counted):
     """Every layer scores all keys exactly, then attends only to its best tiles: the accuracy that top-k could reach.
 
-    The oracle costs more than dense, because scoring reads every key; `reads` counts the keys that its output depends
-    on.
+    The oracle costs more than dense, because scoring reads every key; `reads` counts only the keys that it attends to.
 
     Attributes:
         tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
-        pooled: one selection for all KV heads.
+        pooled: whether all KV heads share one selection.
         dense: layers that read every key instead.
     """
 

@@ -79,3 +79,11 @@ class Policy:
         never fed back. The number does not change, so a request keeps one policy from its first token on.
         """
         return self
+
+    def at_position(self, position: int, unit: int) -> "Policy":
+        """Return the policy of the row at a position, whatever the request's length; by default, this policy.
+
+        The policy changes only at multiples of `unit`. With pages, sequences that begin alike share keys, so a row's
+        policy must not depend on what comes after the row.
+        """
+        return self

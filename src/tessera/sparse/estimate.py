@@ -121,7 +121,7 @@ def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
 
 
 class Blocks(NamedTuple):
-    """What a step scores: the blocks' means, or their upper and lower bounds, and the scales of int8 keys.
+    """Blocks of keys that one step scores: their means, or their upper and lower bounds, and the scales of int8 keys.
 
     Attributes:
         sides: one or two arrays [B,K,X,H], X blocks.
@@ -177,13 +177,13 @@ def _summaries(
     summary: str,
     dtype: DTypeLike,
 ) -> Blocks:
-    """Return all blocks, X = num_blocks. If a block has several keys, those past kv_len count as zeros."""
+    """Summarise all `num_blocks` blocks of keys. If a block has several keys, those past kv_len count as zeros."""
     if kv.pages is not None:
         kv = paging.read_positions(kv, jnp.int32(0), kv.num_keys)
     k, scale = _pick(kv.k, heads), None if kv.scales is None else _first_scales(kv.scales, heads)
     padding = (0, num_blocks * keys - k.shape[2])
     widths = ((0, 0), (0, 0), padding, (0, 0))
-    if keys == 1:  # whoever scores single keys masks those past kv_len
+    if keys == 1:  # `_query_tile` masks scores of keys past kv_len
         k = jnp.pad(k, widths)
         return Blocks((k,), None if scale is None else jnp.pad(scale, (*widths[:2], (0, 0), padding)))
     valid = (jnp.arange(k.shape[2], dtype=jnp.int32) < kv_len[:, None])[:, None]

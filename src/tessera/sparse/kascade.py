@@ -21,7 +21,7 @@ from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.parallel import num_parts
 from tessera.attention.selection import capacity_for, select_tiles
-from tessera.core.shapes import ceil_div
+from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
@@ -84,6 +84,10 @@ class Kascade(Policy):
     def at_length(self, num_tokens: int) -> Policy:
         """Return `Dense` for requests below the measured cross-over, else this policy."""
         return Dense() if num_tokens < self.crossover_tokens else self
+
+    def at_position(self, position: int, unit: int) -> Policy:
+        """Return `Dense` below the cross-over, rounded up to a multiple of `unit`; from there on, this policy."""
+        return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def roles(self) -> tuple[str, ...]:
         """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor never reused)."""

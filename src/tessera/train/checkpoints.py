@@ -1,4 +1,4 @@
-"""Checkpoints of training: each process writes the parts that it holds, and any mesh reads them again.
+"""Checkpoints of training: each process writes the parts that it holds, and a run on any mesh can read them.
 
 One process writes checkpoint-<step>.safetensors, N processes write checkpoint-<step>-<i>-of-<N>.safetensors. A tensor's
 name is its path in the state; a part of a tensor adds its bounds, as in ".params.embed @ 0:264,64:128". Each file

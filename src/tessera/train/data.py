@@ -301,6 +301,9 @@ def passkey_task(
 
     Returns:
         prompt and answer token ids, and the depth.
+
+    Raises:
+        ValueError: `length` is too short for the note and the question.
     """
     source = library_corpus() if source is None else source
     depth = float(rng.random()) if depth is None else depth

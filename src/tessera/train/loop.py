@@ -155,7 +155,7 @@ def train_step(
     grads = jax.tree.map(lambda g: g / weight, total)
     updates, moments = optimizer(recipe).update(grads, state.optimizer, state.params)
     params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-    new = keep(State(params, moments), placed)  # where the old state lies: else it could not be donated
+    new = keep(State(params, moments), placed)  # with the old state's shardings: else JAX could not donate it
     return new, (sums.loss / weight, sums.right / jnp.maximum(sums.asked, 1), optax.tree.norm(grads))
 
 
@@ -185,7 +185,7 @@ def train(
     """Run a recipe to its end, resuming from the newest checkpoint in `out` if there is one.
 
     Writes checkpoint-*.safetensors (the last two), loss.jsonl, loss.svg and, at the end, model/ (Hugging Face layout).
-    Several processes (`jax.distributed`) call this alike, with a folder that all of them see.
+    With several processes (`jax.distributed`), each calls this with equal arguments; all must see the folder.
 
     Args:
         recipe: the model, its data and its optimizer.
@@ -267,21 +267,21 @@ def _train(run: Run) -> Trained:
         save_folder(folder / "model", params, replace(recipe.config, dtype="float32"), run.tokenizer)
     told_by_lead(step)  # wait for process 0
     if step < run.last:
-        if not is_lead():  # process 0 says where the run stopped; its end ends the other processes
+        if not is_lead():  # process 0 reports where the run stopped; its exit ends the other processes
             time.sleep(LEAVE_S)
         raise KeyboardInterrupt(f"stopped at step {step} of {recipe.steps}; the same command resumes there")
     return Trained(params=state.params, step=step, model=folder / "model")
 
 
 def _resumed(run: Run) -> tuple[State, int]:
-    """Return state and step of the newest checkpoint, or of the start. Process 0 says which is the newest."""
+    """Return state and step of the newest checkpoint, or of the start. Process 0 decides which one that is."""
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.folder)}
     step = told_by_lead(max(found, default=-1))
     if step < 0:
         return start(run.recipe, run.mesh), 0
     if step not in found:
         raise ValueError(
-            f"{run.folder} lacks step {step} in process {jax.process_index()}: all processes must see one folder"
+            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: give all the same folder"
         )
     state = load_checkpoint(found[step], run.recipe, run.mesh)
     if step > run.recipe.steps:

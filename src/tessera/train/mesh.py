@@ -2,8 +2,8 @@
 
 All devices share each batch by rows. Along "shard" they also share the weights, the gradients and the optimizer's
 moments, each split equally (`core.mesh.TRAINING_RULES`): a layer's weights are gathered when it runs, forward and
-backward, and its gradient is summed into the parts (Rajbhandari et al., arXiv 1910.02054, stage 3). Along "data" each
-device holds a copy. XLA inserts the exchanges; `gathered` only says where an array lies.
+backward, and the sum of its gradients is split like the weights (Rajbhandari et al., arXiv 1910.02054, stage 3). Along
+"data" each device holds a copy. XLA inserts the collectives; `gathered` only sets shardings.
 """
 
 import os
@@ -116,7 +116,7 @@ def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
 def row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...]:
     """Return the logical axes of a batch [B,T]: all devices share its rows if they divide evenly, else none do.
 
-    On a mesh that the user names, they always divide evenly (`check`).
+    On a mesh that the user names, the rows always divide evenly, because `check` requires it.
     """
     return ("batch",) if num_rows % mesh.size == 0 else ()
 
@@ -136,7 +136,7 @@ def _whole_forward(weight: Array, placed: NamedSharding) -> tuple[Array, None]:
 
 
 def _whole_backward(placed: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
-    # The transposed constraint alone would sum the gradient whole on every device.
+    # JAX's own gradient of the constraint would be summed whole on every device.
     return (jax.lax.with_sharding_constraint(gradient, placed),)
 
 
@@ -144,12 +144,12 @@ _whole.defvjp(_whole_forward, _whole_backward)
 
 
 def is_lead() -> bool:
-    """Return whether this process writes what all share: the log, the picture and the model."""
+    """Return whether this is process 0, which writes the log, the picture and the model for all processes."""
     return jax.process_index() == 0
 
 
 def told_by_lead(value: int) -> int:
-    """Return process 0's value in every process; wait until all have come here."""
+    """Return process 0's value in every process; wait until all processes have called this."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
@@ -163,7 +163,7 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes unless each sees the folder of process 0, which a checkpoint needs."""
+    """Raise ValueError in all processes unless each sees process 0's folder, which checkpoints need."""
     if jax.process_count() == 1:
         return
     mark = folder / f".shared.{os.getpid()}{TEMPORARY}"

@@ -94,7 +94,7 @@ class Recipe:
         made_of_bytes = {kind for stage in self.stages for kind, _ in stage.mixture} - {"text"}
         if made_of_bytes and self.config.vocab_size != data.VOCAB_SIZE:
             raise ValueError(
-                f"{sorted(made_of_bytes)} are made of bytes and need vocab_size={data.VOCAB_SIZE}, "
+                f"mixture kinds {sorted(made_of_bytes)} are made of bytes and need vocab_size={data.VOCAB_SIZE}, "
                 f"not {self.config.vocab_size}: train this model on 'text' alone"
             )
 

@@ -1,4 +1,4 @@
-"""The state of training: float32 weights and AdamW's moments, how they begin, and where they lie on a mesh."""
+"""The state of training: float32 weights and AdamW's moments, their initial values, and their shardings on a mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,7 @@ def _begin(params: Params, recipe: Recipe) -> State:
 
 
 def shardings(recipe: Recipe, mesh: Mesh) -> State:
-    """Return where each array of the state lies: a moment lies as its weight does, the count of steps is everywhere."""
+    """Return the sharding of each array of the state: a moment is split as its weight is; all devices hold the step."""
     params = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(recipe.config, mesh, dtype=jnp.float32))
     moments = jax.eval_shape(partial(init_state, replace(recipe, base=None))).optimizer
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -82,7 +82,7 @@ def shardings(recipe: Recipe, mesh: Mesh) -> State:
 
 
 def look_back(params: Params, config: ModelConfig) -> Params:
-    """Initialise the first two query heads of layer 0 to favour one and two positions back.
+    """Initialise query heads 0 and 1 of layer 0 to favour one and two positions back (head 0 only, if G = 1).
 
     A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
     they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i

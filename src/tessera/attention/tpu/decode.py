@@ -15,6 +15,9 @@ also sums each tile's weights (split exactly into three bfloat16 parts). A scrat
 for each tile's sum s, with the running maximum m that s uses; after the last block, the mass is 2^(bank - lse) summed
 over the G rows.
 
+Pages: a sparse call's lists name units of the pool instead of units of a sequence, so nothing else changes. Dense and
+score calls copy a block page by page; the page table of this sequence and the next reaches SMEM as lists do.
+
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 
@@ -271,7 +274,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
     keys = lay_out(cut, kv)
     lists = None if selection is None else list_units(cut, selection)
-    table = None if kv.pages is None else pages.clipped(kv)
+    table = None if kv.pages is None else pages.clipped(kv.pages, kv.k)
     ids = () if table is None else (stream_table(table),)
     if lists is not None:
         ids = (stream_lists(cut, lists, table),)
@@ -374,7 +377,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
-    return pages.refusal(shapes)
+    return pages.refusal(shapes, in_rows=False)
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:

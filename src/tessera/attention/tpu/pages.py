@@ -1,7 +1,7 @@
-"""Pages of keys and values as TPU kernels read them: the sizes they take, and one sequence's table in SMEM.
+"""Pages of keys and values as TPU kernels read them: the sizes they take, and a sequence's table in SMEM.
 
-A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the table of one
-sequence at a time, double-buffered, never the table of the whole batch.
+A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the tables of one or
+two sequences at a time, double-buffered, never the table of the whole batch.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
-from tessera.attention.contract import KeyValues, Shapes
+from tessera.attention.contract import Shapes
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import round_up
 
@@ -20,10 +20,16 @@ MOST_PAGES = 1 << 14
 """Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
 
 
-def refusal(shapes: Shapes) -> str | None:
-    """Return why TPU kernels cannot read the call's pages; None if they can or the keys are contiguous."""
+def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
+    """Return why a TPU kernel cannot read the call's pages; None if it can or the keys are contiguous.
+
+    `in_rows` says that the kernel reads every key as a row of H lanes, whatever H is.
+    """
     if shapes.page is None:
         return None
+    if in_rows and shapes.head_dim % LANES:
+        reason = "a TPU stores other pages with keys along lanes, and XLA would copy the whole pool for this kernel"
+        return f"head_dim={shapes.head_dim} must be a multiple of {LANES} for keys in pages: {reason}"
     least = LANES if shapes.scaled else PACKED  # scales lie along lanes
     if shapes.page < least or shapes.page & (shapes.page - 1):
         kind = " with int8 keys" if shapes.scaled else ""
@@ -43,9 +49,9 @@ def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
     return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
 
 
-def clipped(kv: KeyValues) -> Int32[Array, "B J"]:
+def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
     """Return the table with its entries clipped to the pool: an invalid entry reads wrong keys, never other memory."""
-    return jnp.clip(kv.pages, 0, kv.k.shape[0] - 1)
+    return jnp.clip(table, 0, pool.shape[0] - 1)
 
 
 def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:

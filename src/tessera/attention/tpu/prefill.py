@@ -19,6 +19,7 @@ that the accumulator holds every tile's mass, and its sum over columns is the ro
 bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
 flops per visible (row, key) pair.
 Int8 keys and values are converted to the queries' dtype in VMEM, one chunk at a time.
+The pipeline of the grid fetches key blocks; `prefill_pages` fetches those of keys in pages.
 """
 
 import functools
@@ -272,7 +273,7 @@ def attend(
         scratch.append(pltpu.VMEM((ceil_div(banks, LANES), cut.rows, LANES), jnp.float32))
     run, order = functools.partial(body, cut=cut), "parallel"
     if table is not None:
-        table = pages.clipped(KeyValues(k, v, table))[:, None]
+        table = pages.clipped(table, k)[:, None]
         keys_in = [*[pl.BlockSpec(memory_space=pl.ANY)] * (2 + cut.scaled), pages.table_spec(table)]
         scratch += prefill_pages.scratch(cut, k.dtype)
         run, order = functools.partial(prefill_pages.body, body, cut=cut), "arbitrary"
@@ -345,7 +346,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
-    if (reason := pages.refusal(shapes)) is not None or role == "dense":
+    if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
         return reason
     if spec.tile not in (16, 32, 64, 128):
         return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"

@@ -11,6 +11,8 @@ kv_len and the end of the list itself at the end. A buffer of uncut tiles runs b
 straight-line code. In other buffers, masked updates of mask_s keys each cover the listed tiles. The kernel never
 reads ids past count.
 
+Keys in pages: SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
+
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
 the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
 HBM traffic: 2 H elements per (row block, listed key).
@@ -289,7 +291,7 @@ def launch(
     if cut.scaled and cut.page is None:
         scales = (jnp.pad(kv.scales, [(0, 0), (0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys)]),)
     lists = pack_lists(selection, cut)
-    tables = () if cut.page is None else (pages.clipped(kv)[:, None],)
+    tables = () if cut.page is None else (pages.clipped(kv.pages, k)[:, None],)
 
     length = cut.num_blocks * cut.block_t
     padded = cut.tokens != cut.block_t
@@ -382,7 +384,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     room = SMEM_BYTES - pages.table_bytes(shapes)
     if needed > room:
         return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {room} for them"
-    return pages.refusal(shapes)
+    return pages.refusal(shapes, in_rows=True)
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:

@@ -7,8 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
 ROOM = (11.0, 9.0)
-"""Printer's points (x, y). Two texts of font size 7 overlap if their centres are closer than this in both."""
+"""Printer's points (x, y). Texts of font size 7 overlap if their centres are closer than this in both directions."""
 RADII = (10, 14, 19, 25, 32, 40, 49, 59)
+"""Printer's points. Distances from a mark to its text, in the order tried."""
 NEAR = RADII[1]
 """Printer's points. A text farther than this from its mark gets a line to it."""
 DIRECTIONS = [(np.cos(turn), np.sin(turn)) for turn in np.pi * np.array([0, 8, 4, 12, 2, 6, 10, 14, 1, 7, 9, 15]) / 8]

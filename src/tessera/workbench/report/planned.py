@@ -67,9 +67,9 @@ def parts(records: Sequence[Record]) -> str:
 
 
 FASTER = 1.7
-"""Goal: the least decoded tokens per second with int8 weights, divided by those with bfloat16 weights."""
+"""Goal: minimum ratio of the decoding speed with fewer bits per weight to that with bfloat16 weights."""
 MOST_MS = {"llama-3.1-70b": 9.0}
-"""Goal: the most milliseconds per decoded token that a model in fewer bits may take under its plan."""
+"""Goal: maximum milliseconds per decoded token of a model with fewer bits per weight, under its plan."""
 
 
 def fewer_bits(records: Sequence[Record]) -> str:

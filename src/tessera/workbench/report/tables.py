@@ -192,7 +192,7 @@ def amdahl(records: Sequence[Record]) -> Table:
 
 
 def use(records: Sequence[Record]) -> Table:
-    """Show the share of the machine that each whole-model call used: a row per call and policy or peer."""
+    """Show each whole-model call's shares of peak flops and bandwidth: a row per call and policy or peer."""
     chosen = [r for r in records if "mfu" in r.facts and not r.error]
     machines = sorted({r.where.machine for r in chosen})
     calls: dict[tuple[str, str], dict[str, Record]] = {}

@@ -45,6 +45,6 @@ def divergence(records: Sequence[Record], policy: str) -> str:
 
 
 def needles(records: Sequence[Record], policy: str) -> str:
-    """Format the share kept of the answers that float weights find under dense attention, which itself has none."""
+    """Format the share kept of the answers that the reference finds; the reference is float weights, dense."""
     found = [r for r in records if r.what.op == TASK_OP and r.facts["policy"] == policy]
     return "; ".join(kept(r) if "kept" in r.facts else "reference" for r in found)

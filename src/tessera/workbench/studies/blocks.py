@@ -5,7 +5,7 @@
 
 The search starts from the kernel's default (or a related case's winner), moves one field at a time to the next value in
 the kernel's search space, and keeps a move that lowers the time. A config whose memory traffic alone takes as long as
-the best config so far is skipped. Each other config becomes one line (a candidate) of the file of results, also if it
+the best config so far is skipped. Each other config becomes one line (a candidate) of the file of results, even if it
 does not compile. A config whose line was written by another commit is compiled again.
 """
 

@@ -1,4 +1,4 @@
-"""Valid values of a model's files, stated a second time: the fuzzer's oracle shares no code with the library's loaders.
+"""Valid values of a model's files, written out again: the fuzzer's oracle shares no code with the library's loaders.
 
 `nonsense` reads a file that the library accepted and lists the values that the library should have refused.
 """

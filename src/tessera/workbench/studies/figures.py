@@ -203,7 +203,7 @@ def xla_ms(program: str, chip: str) -> float:
         operations = hlo.operations(program, name)
         total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
         for line in lines[name]:
-            if " call-start(%" in line:  # without operands, a call-update passes them, and its bytes are counted
+            if " call-start(%" in line:  # one without operands gets them from a call-update, which is counted
                 raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
             if " while(" in line:
                 total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])

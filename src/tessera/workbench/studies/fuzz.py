@@ -155,7 +155,7 @@ class Bench:
         """Open the model with the damaged file; return ("clean" or a defect, message)."""
         path = self.place(case.name)
         reply = self.open_damaged(path, case)
-        if reply["outcome"] == "hang":  # a crowded machine may stretch one compilation past the limit, hardly two
+        if reply["outcome"] == "hang":  # on a busy machine one compilation may exceed the limit, but hardly two
             reply = self.open_damaged(path, case)
         if reply["outcome"] == "refused":
             return judge_refusal(case.name, reply)
@@ -208,7 +208,7 @@ def judge_refusal(name: str, reply: Mapping[str, Any]) -> tuple[str, str]:
     if reply["type"] not in ("ValueError", "OSError", "FileNotFoundError", "MemoryError") or not reply["own"]:
         return "unclean", said[:LONGEST]
     names = (name, "plan") if name == "plan.json" else (name, "config.json", "generation_config.json")
-    if not any(known in reply["said"] for known in (*names, "the model's scores")):  # found after loading
+    if not any(known in reply["said"] for known in (*names, "the model's scores")):  # scores belong to no file
         return "unclean", f"it names no file: {said[:LONGEST]}"
     if len(reply["said"]) > LONGEST or not reply["said"].isprintable():
         return "unclean", f"it is too long or not printable: {said[:LONGEST]!r}"

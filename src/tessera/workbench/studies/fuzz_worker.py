@@ -51,7 +51,7 @@ def answer(path: Path) -> dict[str, Any]:
 
 
 class Caught:
-    """Context that stops every error of its block and keeps it, even a Rust panic, which is no `Exception`."""
+    """Context manager that catches and stores every error of its block, even a Rust panic, which is no `Exception`."""
 
     error: BaseException | None = None
 

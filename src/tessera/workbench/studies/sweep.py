@@ -1,4 +1,4 @@
-"""Compile every TPU kernel for every chip, head dim, dtype and tile it claims: one command, an hour on two cores.
+"""Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support: an hour on two cores.
 
 tessera study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
 tessera study tpu-sweep --report              # one record: what compiled, what did not and why

@@ -1,0 +1,448 @@
+"""A lane whose requests share one pool of pages: prompts that begin alike share keys; a full pool swaps requests out.
+
+The scheduler decides who gets a row, whose prompt is computed next and who gives way. This file keeps its promises:
+
+- Only pages that a prefill wrote in full enter the prefix cache. Keys that decode wrote differ from those of a prefill
+  under a sparse policy, so an answer's tokens are computed again when they come back in a later prompt.
+- A request that gives way keeps what only it has: the pages after its last shared page are copied to the host. Its
+  shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from tessera.core.mesh import put
+from tessera.core.shapes import ceil_div
+from tessera.models.cache import Cache
+from tessera.models.pages import OutOfPages
+from tessera.runtime.choosing import (
+    Pending,
+    fail,
+    hand_out,
+    pick,
+    set_row,
+    set_rows,
+    take_rows,
+    warm_choices,
+)
+from tessera.runtime.pool import Pool
+from tessera.runtime.requests import Event, Held, PoolState, Ticket
+from tessera.runtime.sampling import Choice, Method, seen_tokens
+from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
+from tessera.runtime.stored import StoredPrefix
+from tessera.sparse.contract import Policy, Reads
+
+GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
+"""Seconds of a step before any is measured; `warm` measures them."""
+STEP_S = 0.1
+"""Seconds that a step beside decoding rows may take before any is measured."""
+STRETCH = 2.0
+"""How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
+NO_ROOM = "the request alone needs more pages than are not pinned"
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """One request and its pages.
+
+    Attributes:
+        ticket: the request.
+        work: what the scheduler knows of it.
+        hashes: of the prompt's full pages.
+        pages: of the positions from 0 on, in order.
+        shared: number of leading pages that are in the prefix cache; this request writes only later pages.
+        goal: positions to prefill: the prompt, or, after the request gave way, its shared pages.
+        saved: contents of the pages after the shared ones, while the request has given way.
+        reads: key counts of the prompt's prefill so far, by first position.
+        entered: whether the request has had a row before.
+    """
+
+    ticket: Ticket
+    work: Work
+    hashes: list[bytes]
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    goal: int = 0
+    saved: list[Cache] | None = None
+    reads: dict[int, Reads] = field(default_factory=dict)
+    entered: bool = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether positions must be prefilled before the next token can be decoded."""
+        return self.work.position < self.goal
+
+    @property
+    def num_keys(self) -> int:
+        """Keys after the next decode step."""
+        return self.ticket.answer.prompt_tokens + self.ticket.chosen
+
+
+class PagedLane:
+    """All requests of an engine, in one pool.
+
+    Args:
+        pool: the pool, empty.
+        slots: maximum number of requests that run.
+        lag: steps that the device runs ahead of the host.
+
+    Attributes:
+        prefix: which pages hold which tokens.
+        preempted: requests that gave way so far.
+    """
+
+    def __init__(self, pool: Pool, *, slots: int, lag: int):
+        self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
+        unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
+        self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
+        self._began_s = 0.0
+        self.slots: list[Row | None] = [None] * slots
+        self.waiting: deque[Ticket] = deque()
+        self.preempted = 0
+        self._rows: dict[int, Row] = {}  # of waiting and running requests, by the ticket's id
+        self._pending: deque[Pending] = deque()
+        self._due = 0
+        self._events: list[Event] = []
+        self._token, self._seen = put(np.zeros(slots, np.int32), pool.mesh), None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
+
+    @property
+    def state(self) -> PoolState:
+        """How full the pool is."""
+        count = self.prefix.pages.size - 1
+        return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
+
+    def advance(self) -> None:
+        """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""
+        self._began_s, self._did = time.perf_counter(), ([], [])
+        self._release()
+        self._admit()
+        before = len(self._pending)
+        self._decode()
+        self._prefill()
+        after = len(self._pending)
+        guided = any(row.ticket.guide is not None for row in self._running)
+        self._due = max(after - (0 if guided else self.lag), int(after == before))
+
+    def collect(self) -> list[Event]:
+        """Wait for the oldest pending steps, as many as `advance` found to be due; return all new events."""
+        self._drain(self._due)
+        if self.lag == 0 and any(self._did):  # else the step has not ended
+            seconds = time.perf_counter() - self._began_s
+            self.scheduler.costs = self.scheduler.costs.observed(*self._did, seconds)
+        events, self._events = self._events, []
+        return events
+
+    def hold(self, tokens: Sequence[int]) -> Held:
+        """Refuse: the prefix cache keeps every prompt's keys, so nobody needs to hold any."""
+        raise ValueError("an engine with pages keeps every prefix by itself: submit requests without `held`")
+
+    def pin(self, tokens: Sequence[int], tenant: str) -> int:
+        """Keep the full pages of a prompt that has just been computed; return their positions."""
+        hashes = self.prefix.hashes(tokens, tenant)
+        self.prefix.pin(hashes)
+        return len(hashes) * self.pool.paging.page
+
+    def close(self) -> None:
+        """Write the prefix cache to disk, if it has a folder."""
+        self.prefix.close()
+
+    def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
+        """Run every program of an empty lane once; return their number."""
+        methods, mesh, slots = tuple(methods), self.pool.mesh, len(self.slots)
+        count, vocab_size = self.pool.warm(), self.pool.config.vocab_size
+        self._measure()
+        batches = tuple(dict.fromkeys((1, *self.pool.paging.batches)))
+        count += sum(warm_choices(methods, batch, vocab_size, mesh) for batch in batches)
+        arrays = [np.zeros(slots, np.int32)]
+        if any(method.penalised for method in methods):
+            arrays.append(np.zeros((slots, vocab_size), bool))
+        for array in arrays:
+            whole = put(array, mesh)
+            jax.block_until_ready(set_row(whole, put(array[:1], mesh), np.int32(0)))
+            for batch in self.pool.paging.batches:
+                rows = np.full(batch, slots, np.int32)
+                jax.block_until_ready(set_rows(whole, take_rows(whole, rows), rows))
+        return count + len(arrays) * (1 + 2 * len(self.pool.paging.batches))
+
+    def _measure(self) -> None:
+        """Fit the scheduler's costs to steps of every program, beside few keys and beside many."""
+        samples = [
+            (prefill, decode, min(self.pool.time(prefill, decode) for _ in range(2)))
+            for prefill, decode in self.pool.examples()
+        ]
+        self.scheduler.costs = LinearCosts.fit(samples)
+        keys = self.pool.width * self.pool.paging.page // 2
+        self.scheduler.step_s = STRETCH * self.scheduler.costs.step_s([], [keys] * len(self.slots))
+
+    @property
+    def _running(self) -> list[Row]:
+        return [row for row in self.slots if row is not None]
+
+    def _release(self) -> None:
+        """Free rows and pages of requests that ended."""
+        for index, row in enumerate(self.slots):
+            if row is not None and not row.ticket.open:
+                self.slots[index] = None
+        for id in [id for id, row in self._rows.items() if not row.ticket.open]:
+            self.prefix.pages.release(self._rows.pop(id).pages)
+
+    def _admit(self) -> None:
+        """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""
+        self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
+        free = [index for index, row in enumerate(self.slots) if row is None]
+        if not (free and self.waiting):
+            return
+        known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
+        for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()]):
+            if not free:
+                return
+            row = known[work.id]
+            if not self._fits(row):
+                continue
+            matched = self.prefix.match(self._matchable(row))
+            need = ceil_div(row.ticket.answer.prompt_tokens, self.pool.paging.page) + 1 - len(matched)
+            if self._running and need > self.prefix.available:
+                self.prefix.pages.release(matched)
+                return  # nobody overtakes: the pages that come free next are this request's
+            self._enter(row, free.pop(0), matched)
+
+    def _row(self, ticket: Ticket) -> Row:
+        """Return the record of a waiting request."""
+        if ticket.id not in self._rows:
+            request, tokens = ticket.request, ticket.answer.prompt_tokens
+            slack_s = self._usual_s(tokens) if request.deadline_s is None else request.deadline_s
+            work = Work(
+                id=ticket.id,
+                tenant=request.tenant,
+                arrived_s=ticket.started_s,
+                deadline_s=ticket.started_s + slack_s,
+                prompt_tokens=tokens,
+                position=0,
+                generated=0,
+            )
+            hashes = self.prefix.hashes(request.prompt, request.tenant)
+            self._rows[ticket.id] = Row(ticket=ticket, work=work, hashes=hashes, goal=tokens)
+        return self._rows[ticket.id]
+
+    def _usual_s(self, num_tokens: int) -> float:
+        """Return the seconds until the first token is due: twice what the prompt takes alone, and one second."""
+        unit = self.pool.paging.unit
+        return 1 + 2 * self.scheduler.costs.step_s([(start, unit) for start in range(0, num_tokens, unit)], [])
+
+    def _fits(self, row: Row) -> bool:
+        """Fail a request that the whole pool could not hold."""
+        page, size = self.pool.paging.page, self.prefix.pages.size - 1
+        need = ceil_div(row.ticket.answer.num_keys, page)
+        if need <= size and need <= self.pool.width:
+            return True
+        room = min(size, self.pool.width) * page
+        error = f"prompt and answer need {row.ticket.answer.num_keys} keys, but a request may have {room}"
+        self.waiting.remove(row.ticket)
+        self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten the prompt, or allow more pages")))
+        return False
+
+    def _matchable(self, row: Row) -> list[bytes]:
+        """Return the hashes of the pages that need no prefill if they are held: whole units, never the last token."""
+        if row.saved is not None:
+            return row.hashes[: row.shared]
+        unit = self.pool.paging.unit
+        whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
+        return row.hashes[: whole // self.pool.paging.page]
+
+    def _enter(self, row: Row, index: int, matched: list[int]) -> None:
+        self.waiting.remove(row.ticket)
+        self.slots[index], row.ticket.row, row.pages = row, index, matched
+        unit, page = self.pool.paging.unit, self.pool.paging.page
+        usable = len(matched) * page // unit * unit
+        self.prefix.pages.release(matched[usable // page :])
+        row.pages = matched[: usable // page]
+        row.work.position = row.ticket.position = usable
+        if row.saved is None:
+            row.shared, row.goal = len(row.pages), row.ticket.answer.prompt_tokens
+            row.ticket.reused = row.ticket.reused if row.entered else usable
+            row.entered = True
+            row.reads = {start: reads for start, reads in row.reads.items() if start < usable}
+        elif not row.prefilling:
+            self._return(row)
+
+    def _decode(self) -> None:
+        """Dispatch one step of every row that is answering: a program per policy and batch of rows."""
+        rows = [row for row in self._running if not row.prefilling and 0 < row.ticket.chosen < row.ticket.answer.limit]
+        for row in rows:
+            if self._runs(row):
+                self._grow(row, row.num_keys)
+        groups: dict[Policy, list[Row]] = {}
+        for row in filter(self._runs, rows):  # some may have given way to others
+            groups.setdefault(self.pool.policy_at(row.num_keys - 1), []).append(row)
+        largest = self.pool.paging.batches[-1]
+        for policy, group in groups.items():
+            for first in range(0, len(group), largest):
+                self._decode_batch(policy, group[first : first + largest])
+
+    def _runs(self, row: Row) -> bool:
+        return row.ticket.open and self.slots[row.ticket.row] is row
+
+    def _decode_batch(self, policy: Policy, rows: Sequence[Row]) -> None:
+        batch = next(size for size in self.pool.paging.batches if size >= len(rows))
+        index = np.full(batch, len(self.slots), np.int32)  # padding
+        index[: len(rows)] = [row.ticket.row for row in rows]
+        scores, reads = self.pool.decode(
+            policy, take_rows(self._token, index), [row.num_keys - 1 for row in rows], [row.pages for row in rows]
+        )
+        tickets = [*(row.ticket for row in rows), *[None] * (batch - len(rows))]
+        penalised = any(row.ticket.request.sampling.method.penalised for row in rows)
+        choice = pick(scores, take_rows(self._seen, index) if penalised else None, tickets)
+        self._token = set_rows(self._token, choice.token, index)
+        if choice.seen is not None:
+            self._seen = set_rows(self._seen, choice.seen, index)
+        self._did[1].extend(row.num_keys for row in rows)
+        self._note(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)])
+        for row in rows:
+            row.work.generated = row.ticket.chosen
+            self.scheduler.served(row.work, 1)
+
+    def _prefill(self) -> None:
+        """Run as many prompt rows as the scheduler allows in this step."""
+        waiting = {row.work.id: row for row in self._running if row.ticket.open and row.prefilling}
+        decoding = [row.work for row in self._running if row.ticket.open and not row.prefilling]
+        works = [row.work for row in waiting.values()]
+        for work, segments in self.scheduler.chunk(time.perf_counter(), works, decoding) if works else ():
+            row = waiting[work.id]
+            if self._runs(row):
+                self._run(row, segments * self.pool.paging.unit)
+
+    def _run(self, row: Row, room: int) -> None:
+        """Prefill up to `room` positions of one request; the last ones also choose its first token."""
+        page, prompt = self.pool.paging.page, row.ticket.request.prompt
+        while room > 0 and row.prefilling:
+            self._skip(row)
+            start = row.work.position
+            left = self.pool.boundary(start, min(start + room, row.goal)) - start
+            size = next((s for s in self.pool.paging.sizes if s <= room and s < 2 * left), self.pool.paging.unit)
+            end = start + min(size, left)
+            if not self._grow(row, end):
+                return
+            last, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            self._did[0].append((start, size))
+            row.work.position = row.ticket.position = end
+            room -= size
+            for index in range(start // page, end // page):
+                self._publish(row, index)
+            if reads is not None and row.saved is None:
+                row.reads[start] = reads
+            self.scheduler.served(row.work, end - start)
+            if row.prefilling:
+                continue
+            if row.saved is None:
+                self._begin(row, last)
+            else:
+                self._return(row)
+
+    def _skip(self, row: Row) -> None:
+        """Take over pages of the prompt that another request has computed meanwhile."""
+        page, start = self.pool.paging.page, row.work.position
+        wanted = self._matchable(row)[len(row.pages) :]
+        if row.saved is not None or start != len(row.pages) * page or not wanted or wanted[0] not in self.prefix:
+            return
+        found = self.prefix.match(wanted)
+        usable = len(found) - len(found) % (self.pool.paging.unit // page)
+        self.prefix.pages.release(found[usable:])
+        if usable:
+            row.pages += found[:usable]
+            row.shared = len(row.pages)
+            row.work.position = row.ticket.position = row.shared * page
+            row.ticket.reused += usable * page
+
+    def _publish(self, row: Row, index: int) -> None:
+        """Offer a full page of the prompt to later requests."""
+        parent = row.hashes[index - 1] if index else None
+        row.pages[index] = self.prefix.publish(row.hashes[index], parent, row.pages[index])
+        if row.shared == index and not self.prefix.pages.writable(row.pages[index]):
+            row.shared += 1
+
+    def _begin(self, row: Row, last: jax.Array) -> None:
+        """Choose the first token of an answer."""
+        ticket, vocab_size, mesh = row.ticket, self.pool.config.vocab_size, self.pool.mesh
+        seen = None
+        if ticket.request.sampling.method.penalised:
+            seen = put(seen_tokens([ticket.request.prompt], vocab_size), mesh)
+        choice = pick(self.pool.scores(last), seen, [ticket])
+        self._place(row, choice.token, choice.seen)
+        self._note(choice, list(row.reads.values()), [(0, ticket)])
+        row.reads = {}
+
+    def _place(self, row: Row, token: jax.Array, seen: jax.Array | None) -> None:
+        index = np.int32(row.ticket.row)
+        self._token = set_row(self._token, token, index)
+        if seen is not None:
+            if self._seen is None:
+                self._seen = put(np.zeros((len(self.slots), self.pool.config.vocab_size), bool), self.pool.mesh)
+            self._seen = set_row(self._seen, seen, index)
+
+    def _grow(self, row: Row, num_keys: int) -> bool:
+        """Give a request the pages for `num_keys` keys; return False if it gave way itself."""
+        while row.ticket.open and (count := ceil_div(num_keys, self.pool.paging.page) - len(row.pages)) > 0:
+            try:
+                row.pages += self.prefix.allocate(count)
+            except OutOfPages:
+                victim = self._victim()
+                if len(self._running) == 1:
+                    self._events.append(fail(row.ticket, MemoryError(f"{NO_ROOM}: allow more pages, or pin fewer")))
+                    return False
+                self._give_way(victim)
+                if victim is row:
+                    return False
+        return True
+
+    def _victim(self) -> Row:
+        rows = {row.work.id: row for row in self._running if row.ticket.open}
+        return rows[self.scheduler.victim([row.work for row in rows.values()]).id]
+
+    def _give_way(self, row: Row) -> None:
+        """Take a request's row and pages; it waits again."""
+        self._drain(len(self._pending))
+        if row.ticket.open:
+            self.preempted += 1
+            if row.ticket.chosen and row.saved is None:  # else nothing is written that no prefill can write again
+                row.saved = self.pool.save(row.pages[row.shared :])
+                row.goal = row.shared * self.pool.paging.page
+            self.waiting.appendleft(row.ticket)
+        self.slots[row.ticket.row] = None
+        self.prefix.pages.release(row.pages)
+        row.pages, row.work.position = [], 0
+
+    def _return(self, row: Row) -> None:
+        """Continue the answer of a request that had given way."""
+        ticket, tokens = row.ticket, row.ticket.answer.tokens
+        if not self._grow(row, (row.shared + len(row.saved)) * self.pool.paging.page):
+            return
+        self.pool.restore(row.pages[row.shared :], row.saved)
+        row.saved = None
+        row.goal = 0
+        seen = None
+        if ticket.request.sampling.method.penalised:
+            seen = put(seen_tokens([[*ticket.request.prompt, *tokens]], self.pool.config.vocab_size), self.pool.mesh)
+        self._place(row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), seen)
+
+    def _note(self, choice: Choice, reads: Sequence, rows: Sequence[tuple[int, Ticket]]) -> None:
+        for _, ticket in rows:
+            ticket.chosen += 1
+        self._pending.append(Pending(choice, reads, rows))
+
+    def _drain(self, count: int) -> None:
+        for _ in range(min(count, len(self._pending))):
+            events, broken = hand_out(self._pending.popleft(), self.pool.params)
+            self._events += events
+            for ticket in broken:
+                self.prefix.forget(self._rows[ticket.id].pages)

@@ -1,0 +1,242 @@
+"""The pool that holds the keys and values of many sequences in pages, with the programs that fill and read it.
+
+Two kinds of programs run: a prefill of one sequence's next rows, and a decode step of a few sequences. Both take the
+sequences' pages as an argument, so neither depends on where a sequence's keys are stored, or on how many others there
+are. Which policy a row runs under depends on its position alone (`Policy.at_position`). The keys of a page are thus
+a function of the model, the policy and the tokens up to the page's end, and sequences can share pages.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.core.files import sources
+from tessera.core.mesh import mesh_of, num_stripes, program, put
+from tessera.core.shapes import ceil_div, round_up
+from tessera.models.cache import Cache, keep_split
+from tessera.models.checkpoint import fingerprint
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params
+from tessera.models.pages import NULL, page_table
+from tessera.runtime.prefix import salt
+from tessera.runtime.step import allocate, decode_token, prefill_chunk, read_head
+from tessera.sparse.contract import Policy, Reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paging:
+    """Sizes of a pool and of its programs.
+
+    Attributes:
+        num_pages: pages, the null page included.
+        page: positions per page.
+        unit: positions at whose multiples prefills start; a multiple of the page and of the policy's query tile. The
+            cross-over is rounded up to a multiple.
+        sizes: rows of the prefill programs, descending multiples of the unit.
+        batches: sequences of the decode programs, ascending.
+        spill: folder for pages of the prefix cache that leave the memory; None drops them. See `Spill`.
+        spill_bytes: bytes that the folder may hold.
+    """
+
+    num_pages: int
+    page: int = 64
+    unit: int = 64
+    sizes: tuple[int, ...] = (512, 64)
+    batches: tuple[int, ...] = (1, 4, 16)
+    spill: Path | None = None
+    spill_bytes: int = 8 << 30
+
+    def __post_init__(self):
+        if self.page < 1 or self.unit % self.page:
+            raise ValueError(f"unit={self.unit} must be a multiple of page={self.page}")
+        if not self.sizes or any(size % self.unit for size in self.sizes) or self.sizes[-1] != self.unit:
+            raise ValueError(f"sizes={self.sizes} must be multiples of unit={self.unit} and end with it")
+        if list(self.sizes) != sorted(set(self.sizes), reverse=True):
+            raise ValueError(f"sizes={self.sizes} must descend")
+        if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
+            raise ValueError(f"batches={self.batches} must be positive numbers that ascend")
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError unless a query tile of the policy never crosses the end of a prefill."""
+        if self.unit % policy.query_tile:
+            raise ValueError(f"unit={self.unit} must be a multiple of the policy's query tile {policy.query_tile}")
+
+
+@program()
+def read_page(cache: Cache, page: Int32[Array, ""]) -> Cache:
+    """Copy one page out of a pool."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, page, x.ndim - 4, keepdims=False), cache)
+
+
+@program(donate_argnames="cache")
+def write_page(cache: Cache, part: Cache, page: Int32[Array, ""]) -> Cache:
+    """Replace one page of a pool by what `read_page` returned."""
+    new = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, page, x.ndim - 4), cache, part)
+    return keep_split(new)
+
+
+class Pool:
+    """Keys and values in pages, on the device.
+
+    Args:
+        params, config, policy: the model's weights, config and attention policy.
+        context: maximum positions of a sequence.
+        paging: sizes.
+        cache: dtype of keys and values, "int8" or None for the weights' own.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        policy: Policy,
+        *,
+        context: int,
+        paging: Paging,
+        cache: str | None = None,
+    ):
+        paging.check(policy)
+        self.params, self.config, self.policy, self.paging = params, config, policy, paging
+        self.mesh, self.dtype = mesh_of(params), str(params.embed.dtype)
+        if num_stripes(self.mesh) > 1:
+            raise ValueError("pages cannot be dealt over the mesh axis context: use a mesh of heads only, like 4x1")
+        self.width = ceil_div(round_up(context, paging.unit), paging.page)
+        self.cache = allocate(
+            self.mesh,
+            config=config,
+            batch=paging.num_pages,
+            num_keys=paging.page,
+            dtype=cache or self.dtype,
+            stacked=not isinstance(params.layers, tuple),
+        )
+
+    def salt(self) -> bytes:
+        """Digest everything besides its tokens that a page's contents depend on."""
+        return salt(
+            weights=fingerprint(self.params, self.config),
+            plan=repr(self.policy),
+            dtype=f"{self.dtype} {jax.tree.leaves(self.cache)[0].dtype}",
+            unit=self.paging.unit,
+            crossover=self.boundary(0, self.width * self.paging.page),
+            # `dispatch` chooses kernels and their configs by the device, the sizes and the tables among the sources.
+            kernels={"device": jax.devices()[0].device_kind, "rows": str(self.paging.sizes), "keys": str(self.width)},
+            code=f"{sources()} jax {jax.__version__}",
+        )
+
+    def policy_at(self, position: int) -> Policy:
+        """Return the policy of a row."""
+        return self.policy.at_position(position, self.paging.unit)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All policies that rows run under."""
+        return tuple(dict.fromkeys(self.policy_at(n) for n in (0, self.width * self.paging.page - 1)))
+
+    def boundary(self, position: int, end: int) -> int:
+        """Return the first position in (position, end] where another policy begins, else `end`."""
+        policy, unit = self.policy_at(position), self.paging.unit
+        starts = range(position - position % unit + unit, end, unit)
+        return next((start for start in starts if self.policy_at(start) != policy), end)
+
+    def prefill(
+        self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int
+    ) -> tuple[Float[Array, "1 D"], Reads | None]:
+        """Compute up to `size` rows of one sequence and write their keys; return the last row's hidden state.
+
+        Args:
+            tokens: at most `size` tokens, which all run under one policy.
+            start: position of the first, a multiple of the unit.
+            pages: pages of the sequence's positions, with room for the tokens.
+            size: one of `paging.sizes`.
+        """
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        self.cache, last, reads = prefill_chunk(
+            self.params,
+            self._paged([pages]),
+            put(np.zeros((1, self.config.hidden_size), self.dtype), self.mesh),
+            padded,
+            np.array([start], np.int32),
+            np.array([len(tokens)], np.int32),
+            config=self.config,
+            policy=self.policy_at(start),
+        )
+        self._strip()
+        return last, reads
+
+    def decode(
+        self, policy: Policy, token_B: Array, position_B: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> tuple[Float[Array, "B V"], list[Reads]]:
+        """Feed one token to each of `len(pages)` sequences; the other rows of the batch are padding."""
+        batch, count = token_B.shape[0], len(pages)
+        position = np.zeros(batch, np.int32)
+        position[:count] = position_B
+        self.cache, out, reads = decode_token(
+            self.params,
+            self._paged([*pages, *[()] * (batch - count)]),
+            token_B,
+            position,
+            np.arange(batch) < count,
+            config=self.config,
+            policy=policy,
+        )
+        self._strip()
+        return out, [] if reads is None else [reads]
+
+    def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
+        """Compute the next-token logits of a prefill's last row."""
+        return read_head(self.params, last)
+
+    def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
+        """Return work, as `Scheduler` counts it, whose times tell those of all other work."""
+        last = self.width * self.paging.page
+        prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
+        decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
+        return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
+
+    def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
+        """Return the seconds of some work, done on the null page."""
+        began_s = time.perf_counter()
+        for start, size in prefill:
+            self.prefill([0] * size, start, [], size)
+        if decode:
+            token = put(np.zeros(len(decode), np.int32), self.mesh)
+            self.decode(self.policy_at(decode[0] - 1), token, [keys - 1 for keys in decode], [[]] * len(decode))
+        jax.block_until_ready(self.cache)
+        return time.perf_counter() - began_s
+
+    def save(self, pages: Sequence[int]) -> list[Cache]:
+        """Copy pages to the host."""
+        return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
+
+    def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
+        """Write what `save` returned to pages."""
+        for page, part in zip(pages, saved, strict=True):
+            self.cache = write_page(self.cache, part, np.int32(page))
+
+    def warm(self) -> int:
+        """Run every program once, on the null page; return their number."""
+        count = 0
+        for policy in self.policies:
+            start = 0 if policy == self.policy_at(0) else self.width * self.paging.page - self.paging.unit
+            for size in self.paging.sizes:
+                last, _ = self.prefill([], start, [], size)
+            for batch in self.paging.batches:
+                self.decode(policy, put(np.zeros(batch, np.int32), self.mesh), [], [])
+            count += len(self.paging.sizes) + len(self.paging.batches)
+        self.scores(last)
+        self.restore([NULL], self.save([NULL]))
+        jax.block_until_ready(self.cache)
+        return count + 3
+
+    def _paged(self, rows: Sequence[Sequence[int]]) -> Cache:
+        return self.cache._replace(pages=put(page_table(rows, self.width), self.mesh))
+
+    def _strip(self) -> None:
+        self.cache = self.cache._replace(pages=None)

@@ -1,0 +1,277 @@
+"""Decide which request gets a row, whose prompt is computed next and who gives way. Pure Python, without a clock.
+
+The engine and the simulator (`tessera simulate`) run the same scheduler. A step decodes one token of every answering
+row and prefills some segments, each of `unit` positions of one prompt:
+
+    segments = the largest compiled size whose predicted step takes at most step_s
+
+Requests are ordered by the rule of Moore and Hodgson, which on one machine makes the fewest requests late: sort by
+deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
+requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
+
+Each tenant has a virtual time, the tokens computed for it. A tenant that is more than `burst` tokens ahead of the
+active tenant with the least goes after the others. An idle tenant saves nothing: when it comes back, it starts at the
+least virtual time of the active ones (Start-time Fair Queueing, Goyal et al. 1996).
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol, Self, get_args
+
+from tessera.core.shapes import ceil_div
+
+Policy = Literal["edf", "fcfs"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Work:
+    """A request as the scheduler sees it; the caller updates `position` and `generated`.
+
+    Attributes:
+        id: unique; breaks ties.
+        tenant: whom the request is charged to.
+        arrived_s: when it was submitted.
+        deadline_s: when its first token is due, on the clock of `arrived_s`.
+        prompt_tokens: tokens of its prompt.
+        position: prompt tokens computed so far.
+        generated: tokens of its answer so far.
+    """
+
+    id: int
+    tenant: str
+    arrived_s: float
+    deadline_s: float
+    prompt_tokens: int
+    position: int = 0
+    generated: int = 0
+
+
+class Costs(Protocol):
+    """Predicts how long steps take."""
+
+    def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
+        """Return the seconds of a step that prefills (first position, rows) each and decodes rows of so many keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCosts:
+    """Costs that are linear in the work of a step. All coefficients are seconds, at least 0.
+
+        seconds = base + row * rows + pair * pairs + answer * decoding rows + key * keys of the decoding rows
+
+    Attributes:
+        base: per step.
+        row: per prefilled row.
+        pair: per pair of a prefilled row and a key that it sees.
+        answer: per decoding row.
+        key: per key of a decoding row.
+    """
+
+    base: float
+    row: float
+    pair: float
+    answer: float
+    key: float
+
+    def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
+        """Return the predicted seconds of a step."""
+        rows, pairs, answers, keys = _amounts(prefill, decode)
+        return self.base + self.row * rows + self.pair * pairs + self.answer * answers + self.key * keys
+
+    @classmethod
+    def fit(cls, samples: Iterable[tuple[Sequence[tuple[int, int]], Sequence[int], float]]) -> Self:
+        """Fit measured steps (prefill, decode, seconds): least squares of the relative error, no negative coefficient.
+
+        Raises:
+            ValueError: there is no sample, or one took no time.
+        """
+        import numpy as np
+        from scipy.optimize import nnls
+
+        samples = list(samples)
+        if not samples or any(seconds <= 0 for *_, seconds in samples):
+            raise ValueError(f"{len(samples)} samples: pass at least one measured step, each with positive seconds")
+        table = np.array([(1.0, *_amounts(prefill, decode)) for prefill, decode, _ in samples])
+        table /= np.array([seconds for *_, seconds in samples])[:, None]
+        scale = np.maximum(table.max(axis=0), 1e-300)  # columns of one size: pairs are 1e9 where the base is 1
+        found, _ = nnls(table / scale, np.ones(len(samples)))
+        return cls(**dict(zip((each.name for each in fields(cls)), (found / scale).tolist())))
+
+    def observed(
+        self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, weight: float = 0.02
+    ) -> Self:
+        """Return costs that follow a measured step: coefficients times (measured / predicted) ** weight.
+
+        The ratio is kept within 1/4 and 4, so that one stalled step changes little.
+        """
+        ratio = min(4.0, max(0.25, seconds / max(self.step_s(prefill, decode), 1e-9)))
+        return type(self)(**{each.name: getattr(self, each.name) * ratio**weight for each in fields(self)})
+
+
+def _amounts(prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> tuple[float, float, float, float]:
+    rows = sum(count for _, count in prefill)
+    pairs = sum(count * (first + (count + 1) / 2) for first, count in prefill)
+    return rows, pairs, len(decode), sum(decode)
+
+
+class Scheduler:
+    """Order and amounts of an engine's work. Equal calls in equal order give equal results.
+
+    Args:
+        costs: predicted times; may be replaced at any time.
+        unit: positions of a segment.
+        sizes: numbers of segments that the compiled prefill programs take, ascending.
+        step_s: seconds that a step with decoding rows should take at most.
+        policy: "edf" is the rule above. "fcfs" is for comparison: first come, first served, chunks of the largest size.
+        ageing: every so many decisions, the oldest late request goes first.
+        patience: decode steps in a row without prefill, at most, while a prompt waits.
+        burst: tokens that a tenant may be ahead of others before it goes after them.
+
+    Raises:
+        ValueError: a parameter is out of range.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        unit: int,
+        sizes: Sequence[int],
+        step_s: float,
+        policy: Policy = "edf",
+        ageing: int = 8,
+        patience: int = 4,
+        burst: int = 1 << 18,
+    ):
+        if policy not in get_args(Policy):
+            raise ValueError(f"{policy=} must be one of {', '.join(get_args(Policy))}")
+        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"{sizes=} must be ascending numbers of segments, each at least 1")
+        for name, value, least in (("unit", unit, 1), ("ageing", ageing, 2), ("patience", patience, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        if not step_s > 0 or burst < 0:
+            raise ValueError(f"{step_s=} must be positive and {burst=} not negative")
+        self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
+        self.ageing, self.patience, self.burst = ageing, patience, burst
+        self._served: dict[str, float] = {}  # virtual times
+        self._active: dict[str, set[str]] = {"admit": set(), "chunk": set()}
+        self._turns = {"admit": 0, "chunk": 0}  # decisions since the oldest late request went first
+        self._without = 0  # steps in a row without prefill while a prompt waits
+
+    def chunk(self, now_s: float, prefill: Sequence[Work], decode: Sequence[Work]) -> list[tuple[Work, int]]:
+        """Return which prompts get how many segments in this step, the most urgent first.
+
+        The sum is at most max(sizes), and one of `sizes` if there is so much left to compute. Without decoding rows, it
+        is as large as it can be. With them, it is what `step_s` allows: possibly nothing, but never more than
+        `patience` times in a row.
+        """
+        self._see("chunk", (*prefill, *decode))
+        if not prefill:
+            self._without = 0
+            return []
+        left, shares = self.sizes[-1], []
+        for work in self._order("chunk", now_s, prefill):
+            count = min(left, ceil_div(max(work.prompt_tokens - work.position, 1), self.unit))
+            shares.append((work, count))
+            left -= count
+            if not left:
+                break
+        if decode and self.policy == "edf":
+            shares = self._within(shares, [work.prompt_tokens + work.generated for work in decode])
+        self._without = 0 if shares else self._without + 1
+        return shares
+
+    def admit(self, now_s: float, waiting: Sequence[Work]) -> list[Work]:
+        """Return the waiting requests in the order in which they should get rows."""
+        self._see("admit", waiting)
+        return self._order("admit", now_s, waiting)
+
+    def victim(self, running: Sequence[Work]) -> Work:
+        """Return who gives way when pages run out: the latest deadline, but not the oldest unless it is alone.
+
+        Raises:
+            ValueError: nothing runs.
+        """
+        if not running:
+            raise ValueError("nothing runs, so nothing can give way")
+        oldest = min(running, key=lambda work: (work.arrived_s, work.id))
+        others = [work for work in running if work is not oldest] or [oldest]
+        return max(others, key=lambda work: (work.deadline_s, work.id))
+
+    def served(self, work: Work, tokens: int) -> None:
+        """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
+        self._served[work.tenant] = self._served.get(work.tenant, 0.0) + tokens
+
+    def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int]) -> list[tuple[Work, int]]:
+        """Cut the shares to the largest size whose step takes at most step_s."""
+        for size in reversed(self.sizes):
+            cut = _first(shares, size)
+            rows = [(work.position, count * self.unit) for work, count in cut]
+            if self.costs.step_s(rows, keys) <= self.step_s:
+                return cut
+        return _first(shares, self.sizes[0]) if self._without >= self.patience else []
+
+    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> list[Work]:
+        if len(works) < 2:
+            return list(works)
+        if self.policy == "fcfs":
+            return sorted(works, key=lambda work: (work.arrived_s, work.id))
+        least = min(self._served[work.tenant] for work in works)
+        behind: list[Work] = []
+        ordered: list[Work] = []
+        ends_s = now_s
+        for ahead in (False, True):  # tenants that are ahead of others go after them
+            group = [work for work in works if (self._served[work.tenant] > least + self.burst) == ahead]
+            timely, late, ends_s = self._timely(ends_s, group)
+            ordered += timely + late
+            behind += late
+        if behind:
+            self._turns[name] += 1
+            if self._turns[name] >= self.ageing:
+                self._turns[name] = 0
+                oldest = min(behind, key=lambda work: (work.arrived_s, work.id))
+                ordered.remove(oldest)
+                ordered.insert(0, oldest)
+        return ordered
+
+    def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
+        """Split requests into those that can be in time, by deadline, and late ones, by arrival (Moore and Hodgson).
+
+        Returns:
+            both lists, and when the prompts of the first end if they start at `ends_s`.
+        """
+        chosen: list[tuple[float, int, Work]] = []  # the longest first
+        late: list[Work] = []
+        for work in sorted(works, key=lambda work: (work.deadline_s, work.id)):
+            left_s = self.costs.step_s([(work.position, max(work.prompt_tokens - work.position, 1))], ())
+            heapq.heappush(chosen, (-left_s, -work.id, work))
+            ends_s += left_s
+            if ends_s > work.deadline_s:
+                longest_s, _, longest = heapq.heappop(chosen)
+                ends_s += longest_s
+                late.append(longest)
+        timely = sorted((work for *_, work in chosen), key=lambda work: (work.deadline_s, work.id))
+        return timely, sorted(late, key=lambda work: (work.arrived_s, work.id)), ends_s
+
+    def _see(self, name: str, works: Iterable[Work]) -> None:
+        """Note the active tenants, and bring those that were idle to the least virtual time of the others."""
+        before = self._active["admit"] | self._active["chunk"]
+        self._active[name] = {work.tenant for work in works}
+        if new := self._active[name] - before:
+            floor = min((self._served[tenant] for tenant in before), default=0.0)
+            kept = before | new
+            self._served = {t: v for t, v in self._served.items() if t in kept or v > floor}
+            self._served |= {tenant: max(self._served.get(tenant, 0.0), floor) for tenant in new}
+
+
+def _first(shares: Sequence[tuple[Work, int]], size: int) -> list[tuple[Work, int]]:
+    """Return the first `size` segments of the shares."""
+    found = []
+    for work, count in shares:
+        if size <= 0:
+            break
+        found.append((work, min(count, size)))
+        size -= count
+    return found

@@ -1,0 +1,192 @@
+"""Pages of the prefix cache on disk: what does not fit in memory, and what should survive a restart.
+
+    folder/<digest of the salt>/<hash of the page>
+
+One file holds one page: checksum | length of the header | header | arrays. The checksum is keyed with the salt and
+covers the file's name, so it refuses a file that was cut short, damaged, renamed or moved from another model's folder.
+A file appears by a rename after its contents are on disk: a kill leaves a whole file or none, and at most a temporary
+file, which the next start removes.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 (gives NumPy the names bfloat16 and fp8)
+import numpy as np
+
+from tessera.core.files import TEMPORARY, remove_left, write_whole
+from tessera.core.shapes import round_up
+from tessera.runtime.prefix import HASH_BYTES
+
+logger = logging.getLogger(__name__)
+
+CHECKSUM_BYTES = 32
+LENGTH_BYTES = 8
+ALIGNMENT = 16
+"""Bytes. Each array starts at a multiple, as NumPy reads no item across such a boundary without a copy."""
+SLACK = 16
+"""A full folder shrinks to 1 - 1/SLACK of its limit, so that one look at all files makes room for several pages."""
+NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class Spill:
+    """Pages on disk by hash, for one salt.
+
+    The folder's limit holds for all salts together: the files least recently saved or loaded go first, whatever model
+    they belong to. Several processes may use one folder; each notices the files of others after writing 1/16 of the
+    limit, by which it may exceed it. After the constructor no method raises a system error.
+
+    Save a page when it leaves the memory, children before parents (`Prefix(on_evict=...)`): parents are then newer and
+    outlive their children, without which they are still useful.
+
+    Args:
+        folder: folder for all salts; made if missing. Files in it that are not pages stay.
+        salt: the salt of the prefix cache.
+        limit_bytes: bytes of all files.
+
+    Raises:
+        ValueError: the salt is empty or the limit is not positive.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike, salt: bytes, limit_bytes: int):
+        if not salt or limit_bytes < 1:
+            raise ValueError(f"a spill needs a salt and a positive limit, got {salt=}, {limit_bytes=}")
+        self.limit_bytes = limit_bytes
+        self._root, self._key = Path(folder), hashlib.blake2b(salt, digest_size=32).digest()
+        self._folder = self._root / self._key.hex()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for place in self._places():
+            remove_left(place)
+            for left in place.glob(f".*.{os.getpid()}{TEMPORARY}"):  # in a container, each start has the same number
+                left.unlink(missing_ok=True)
+        self._used, self._written = limit_bytes + 1, 0  # unknown: look
+        self._make_room(0)
+
+    def has(self, hash: bytes) -> bool:
+        """Return whether a file holds the page; `load` may still find it damaged."""
+        return self._path(hash).is_file()
+
+    def save(self, hash: bytes, arrays: Sequence[np.ndarray]) -> bool:
+        """Write a page unless a file holds it, and return whether one does now. A full disk logs a warning.
+
+        Raises:
+            ValueError: an array holds objects, records or texts, or numbers in another byte order.
+        """
+        path = self._path(hash)
+        if self._touch(path):
+            return True
+        body = _encode(arrays)
+        size = CHECKSUM_BYTES + len(body)
+        if size > self.limit_bytes:
+            logger.warning("a page of %s bytes is larger than the spill's limit of %s", size, self.limit_bytes)
+            return False
+        try:
+            self._make_room(size)
+            write_whole(path, lambda temporary: temporary.write_bytes(self._checksum(hash, body) + body))
+        except OSError as error:
+            logger.warning("cannot spill a page: %s", error)
+            return False
+        self._used += size
+        self._written += size
+        return self._touch(path)
+
+    def load(self, hash: bytes) -> list[np.ndarray] | None:
+        """Return a page's arrays (read-only), or None if no whole file holds it. A damaged file is removed."""
+        path = self._path(hash)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("cannot read a spilled page: %s", error)
+            return None
+        body = memoryview(data)[CHECKSUM_BYTES:]
+        if self._checksum(hash, body) != data[:CHECKSUM_BYTES]:
+            logger.warning("%s is cut short, damaged or of another model: removed", path)
+            self.remove(hash)
+            return None
+        self._touch(path)
+        return _decode(body)
+
+    def remove(self, hash: bytes) -> None:
+        """Remove a page, if a file holds it: `Prefix.forget` names those whose contents are bad."""
+        with contextlib.suppress(OSError):
+            self._path(hash).unlink(missing_ok=True)
+
+    def _path(self, hash: bytes) -> Path:
+        if len(hash) != HASH_BYTES:
+            raise ValueError(f"{hash=} must have {HASH_BYTES} bytes: take it from Prefix.hashes")
+        return self._folder / hash.hex()
+
+    def _checksum(self, hash: bytes, body: bytes | memoryview) -> bytes:
+        digest = hashlib.blake2b(hash, key=self._key, digest_size=CHECKSUM_BYTES)
+        digest.update(body)
+        return digest.digest()
+
+    def _touch(self, path: Path) -> bool:
+        """Make a file the newest, and return whether it exists. The clock is finer than the file system's own."""
+        now = time.time_ns()
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(now, now))
+        return path.is_file()
+
+    def _make_room(self, size: int) -> None:
+        """Remove the oldest files if `size` more bytes would exceed the limit.
+
+        `_used` counts the files at the last look and the `_written` bytes since, not what other processes write.
+        """
+        if self._used + size <= self.limit_bytes and self._written < self.limit_bytes // SLACK:
+            return
+        files = sorted(self._files())
+        self._used, self._written = sum(num_bytes for _, num_bytes, _ in files), 0
+        if self._used + size <= self.limit_bytes:
+            return
+        for _, num_bytes, path in files:
+            if self._used + size <= self.limit_bytes - self.limit_bytes // SLACK:
+                break
+            Path(path).unlink(missing_ok=True)
+            self._used -= num_bytes
+
+    def _places(self) -> list[Path]:
+        """List the folders of all salts."""
+        return [path for path in self._root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+
+    def _files(self) -> Iterator[tuple[int, int, str]]:
+        """Yield time, bytes and path of every page on disk."""
+        for place in self._places():
+            for entry in os.scandir(place):
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    if NAME.fullmatch(entry.name):
+                        yield entry.stat().st_mtime_ns, entry.stat().st_size, entry.path
+
+
+def _encode(arrays: Sequence[np.ndarray]) -> bytes:
+    """Return the length of the header, the header [[dtype, shape], ...] as JSON, and the arrays' bytes in C order."""
+    for array in arrays:
+        if array.dtype.hasobject or not array.dtype.isbuiltin:
+            raise ValueError(
+                f"cannot spill an array of {array.dtype}: convert it to numbers in this machine's byte order"
+            )
+    head = json.dumps([[array.dtype.name, array.shape] for array in arrays]).encode()
+    parts = [len(head).to_bytes(LENGTH_BYTES, "little") + head, *(array.tobytes() for array in arrays)]
+    return b"".join(part.ljust(round_up(len(part), ALIGNMENT), b"\0") for part in parts)
+
+
+def _decode(body: memoryview) -> list[np.ndarray]:
+    """Read what `_encode` wrote, without a copy."""
+    end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
+    found, start = [], round_up(end, ALIGNMENT)
+    for name, shape in json.loads(bytes(body[LENGTH_BYTES:end])):
+        count, dtype = math.prod(shape), np.dtype(name)
+        found.append(np.frombuffer(body, dtype, count, start).reshape(shape))
+        start += round_up(count * dtype.itemsize, ALIGNMENT)
+    return found
