@@ -121,7 +121,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
         tokens=tokens,
         chunk=chunk,
         chunks=rows // chunk,
-        # At head_dim 256, two lists exceed shared memory; to convert int8 keys of two lists, registers do not suffice.
+        # At head_dim 256, two lists exceed shared memory. Int8 keys are converted for one list at a time.
         lists=2 if rows <= ROWS and shapes.head_dim <= 128 and not shapes.scaled else 1,
         row_blocks=row_blocks,
         parts=ceil_div(rows, WARPGROUPS * row_blocks * ROWS),
