@@ -41,6 +41,7 @@ FLAGS = {
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
         "--api-key-file --json --debug"
     ).split(),
+    "simulate": "--machine --day-hours --minutes --out --debug".split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --max-tokens --dtype --debug"
