@@ -1,0 +1,45 @@
+"""Pages of keys and values as TPU kernels read them: the sizes they take, and one sequence's table in SMEM.
+
+A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the table of one
+sequence at a time, double-buffered, never the table of the whole batch.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jaxtyping import Int32
+
+from tessera.attention.contract import KeyValues, Shapes
+from tessera.attention.tpu.matrix_unit import LANES
+
+PACKED = 16
+"""Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
+MOST_PAGES = 1 << 14
+"""Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
+
+
+def refusal(shapes: Shapes) -> str | None:
+    """Return why TPU kernels cannot read the call's pages; None if they can or the keys are contiguous."""
+    if shapes.page is None:
+        return None
+    least = LANES if shapes.scaled else PACKED  # scales lie along lanes
+    if shapes.page < least or shapes.page & (shapes.page - 1):
+        kind = " with int8 keys" if shapes.scaled else ""
+        return f"pages of {shapes.page} positions must be a power of two of at least {least}{kind}"
+    if shapes.num_pages > MOST_PAGES:
+        return f"a table of {shapes.num_pages} pages is longer than the {MOST_PAGES} that fit SMEM: take larger pages"
+    return None
+
+
+def clipped(kv: KeyValues) -> Int32[Array, "B J"]:
+    """Return the table with its entries clipped to the pool: an invalid entry reads wrong keys, never other memory."""
+    return jnp.clip(kv.pages, 0, kv.k.shape[0] - 1)
+
+
+def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:
+    """Return the page's index in its sequence's table, and the offset in the page, of a unit that starts at `position`.
+
+    Both sizes are powers of two: a shift and a mask take a TPU's scalar unit one step each, a division a dozen.
+    """
+    bits = page.bit_length() - 1
+    return position >> bits, 0 if unit == page else pl.multiple_of(position & (page - 1), unit)
