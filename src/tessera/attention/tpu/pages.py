@@ -7,10 +7,12 @@ sequence at a time, double-buffered, never the table of the whole batch.
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
 from tessera.attention.contract import KeyValues, Shapes
 from tessera.attention.tpu.matrix_unit import LANES
+from tessera.core.shapes import round_up
 
 PACKED = 16
 """Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
@@ -29,6 +31,16 @@ def refusal(shapes: Shapes) -> str | None:
     if shapes.num_pages > MOST_PAGES:
         return f"a table of {shapes.num_pages} pages is longer than the {MOST_PAGES} that fit SMEM: take larger pages"
     return None
+
+
+def table_bytes(shapes: Shapes) -> int:
+    """Return the bytes of SMEM for one sequence's table, double-buffered."""
+    return 2 * 4 * round_up(shapes.num_pages, LANES)
+
+
+def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
+    """Return the window of a grid whose first axis is the sequence: its table, in SMEM."""
+    return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
 
 
 def clipped(kv: KeyValues) -> Int32[Array, "B J"]:

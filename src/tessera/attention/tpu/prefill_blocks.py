@@ -67,6 +67,7 @@ class Cut(NamedTuple):
         turn_t: tokens per pass of the loop over a block that a mask may cut.
         sub_t: tokens per token block, which divides turn_t; the G heads of a token block share one mask.
         flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
+        page: positions per page; None if K and V are contiguous.
     """
 
     spec: AttentionSpec
@@ -84,6 +85,7 @@ class Cut(NamedTuple):
     half_exp: bool
     state_in_vmem: bool
     scaled: bool
+    page: int | None
 
     @property
     def rows(self) -> int:
@@ -146,7 +148,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
     sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, turn_t, sub_t, block_s, chunk, step)
-    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem, shapes.scaled)
+    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem, shapes.scaled, shapes.page)
 
 
 def whole(x, size: int):
