@@ -85,7 +85,8 @@ def attention_call(
 
     `about` holds the kernel's "executions" and "settings". q arrives head-major: in the model's own program, the fusion
     that applies the rotary embedding writes q in this layout for kernels that request it. K and V arrive head-major, as
-    the cache stores them, or as pools of pages (`shapes.page`). out is returned as [B,T,N*H], as the output projection reads it.
+    the cache stores them, or as pools of pages (`shapes.page`). out is returned as [B,T,N*H], as the output projection
+    reads it.
 
     Args:
         kernel, spec, shapes: the call.
