@@ -15,6 +15,9 @@ also sums each tile's weights (split exactly into three bfloat16 parts). A scrat
 for each tile's sum s, with the running maximum m that s uses; after the last block, the mass is 2^(bank - lse) summed
 over the G rows.
 
+Pages: a sparse call's lists name units of the pool instead of units of a sequence, so nothing else changes. Dense and
+score calls copy a block page by page; the page table of this sequence and the next reaches SMEM as lists do.
+
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 

@@ -19,6 +19,7 @@ that the accumulator holds every tile's mass, and its sum over columns is the ro
 bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
 flops per visible (row, key) pair.
 Int8 keys and values are converted to the queries' dtype in VMEM, one chunk at a time.
+The pipeline of the grid fetches key blocks; `prefill_pages` fetches those of keys in pages.
 """
 
 import functools

@@ -18,9 +18,6 @@ from tessera.attention.contract import Positions
 from tessera.attention.tpu import pages
 from tessera.attention.tpu.prefill_blocks import Cut, key_range, whole
 
-AT_ONCE = 8
-"""Units whose copies one run of straight-line code starts; a loop per unit would take about three times as long."""
-
 
 class Pool(NamedTuple):
     """References of the copies: the pools in HBM, the sequence's table in SMEM, two buffers each, and semaphores."""
@@ -75,20 +72,14 @@ def body(inner: Callable, q_start, kv_len, q_len, q, *refs, cut: Cut):
     inner(q_start, kv_len, q_len, q, *(x.at[pl.ds(slot, 1)] for x in buffers), *rest, cut=cut)
 
 
-def unit_of(cut: Cut) -> int:
-    """Return the keys per copy: a page, or a block if pages are longer."""
-    return min(cut.page, cut.block_s)
-
-
 def held(block, kv_len, cut: Cut):
     """Count the units of a block that hold valid keys; the rest is not copied, and masks hide it."""
-    unit = unit_of(cut)
-    return jnp.clip(whole(kv_len - block * cut.block_s + unit - 1, unit), 0, cut.block_s // unit)
+    return jnp.clip(whole(kv_len - block * cut.block_s + cut.unit - 1, cut.unit), 0, cut.block_s // cut.unit)
 
 
 def copy_unit(pool: Pool, block, first, i: int, slot, cut: Cut) -> list:
     """Build the copies of the block's unit number first + i, with a constant i."""
-    unit = unit_of(cut)
+    unit = cut.unit
     at = pl.multiple_of(first * unit, unit)
     entry, offset = pages.find(block * cut.block_s + at + i * unit, cut.page, unit)
     page, head, into = pool.table[0, 0, entry], pl.program_id(1), pl.ds(at + i * unit, unit)
@@ -105,7 +96,7 @@ def copy_unit(pool: Pool, block, first, i: int, slot, cut: Cut) -> list:
 
 def start(pool: Pool, block, kv_len, slot, name: str, cut: Cut) -> None:
     """Start the copies of a block's valid keys; `name` prefixes the named scopes."""
-    count, at_once = held(block, kv_len, cut), min(AT_ONCE, cut.block_s // unit_of(cut))
+    count, at_once = held(block, kv_len, cut), cut.units_at_once
     runs = whole(count, at_once)
 
     def run(n, _):
@@ -126,7 +117,7 @@ def start(pool: Pool, block, kv_len, slot, name: str, cut: Cut) -> None:
 def wait(pool: Pool, block, kv_len, slot, cut: Cut) -> None:
     """Wait for a block's valid keys; semaphores count bytes, so one wait covers a whole block."""
     count = held(block, kv_len, cut)
-    every = count == cut.block_s // unit_of(cut)
+    every = count == cut.block_s // cut.unit
 
     @pl.when(every)
     def at_once():

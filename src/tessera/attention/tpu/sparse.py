@@ -11,6 +11,8 @@ kv_len and the end of the list itself at the end. A buffer of uncut tiles runs b
 straight-line code. In other buffers, masked updates of mask_s keys each cover the listed tiles. The kernel never
 reads ids past count.
 
+Keys in pages: SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
+
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
 the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
 HBM traffic: 2 H elements per (row block, listed key).
