@@ -274,7 +274,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
     keys = lay_out(cut, kv)
     lists = None if selection is None else list_units(cut, selection)
-    table = None if kv.pages is None else pages.clipped(kv)
+    table = None if kv.pages is None else pages.clipped(kv.pages, kv.k)
     ids = () if table is None else (stream_table(table),)
     if lists is not None:
         ids = (stream_lists(cut, lists, table),)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
-from tessera.attention.contract import KeyValues, Shapes
+from tessera.attention.contract import Shapes
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import round_up
 
@@ -43,9 +43,9 @@ def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
     return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
 
 
-def clipped(kv: KeyValues) -> Int32[Array, "B J"]:
+def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
     """Return the table with its entries clipped to the pool: an invalid entry reads wrong keys, never other memory."""
-    return jnp.clip(kv.pages, 0, kv.k.shape[0] - 1)
+    return jnp.clip(table, 0, pool.shape[0] - 1)
 
 
 def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:

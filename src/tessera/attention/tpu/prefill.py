@@ -273,7 +273,7 @@ def attend(
         scratch.append(pltpu.VMEM((ceil_div(banks, LANES), cut.rows, LANES), jnp.float32))
     run, order = functools.partial(body, cut=cut), "parallel"
     if table is not None:
-        table = pages.clipped(KeyValues(k, v, table))[:, None]
+        table = pages.clipped(table, k)[:, None]
         keys_in = [*[pl.BlockSpec(memory_space=pl.ANY)] * (2 + cut.scaled), pages.table_spec(table)]
         scratch += prefill_pages.scratch(cut, k.dtype)
         run, order = functools.partial(prefill_pages.body, body, cut=cut), "arbitrary"

@@ -291,7 +291,7 @@ def launch(
     if cut.scaled and cut.page is None:
         scales = (jnp.pad(kv.scales, [(0, 0), (0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys)]),)
     lists = pack_lists(selection, cut)
-    tables = () if cut.page is None else (pages.clipped(kv)[:, None],)
+    tables = () if cut.page is None else (pages.clipped(kv.pages, k)[:, None],)
 
     length = cut.num_blocks * cut.block_t
     padded = cut.tokens != cut.block_t
