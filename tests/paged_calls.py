@@ -31,6 +31,7 @@ def draw(
     num_keys: int = NUM_KEYS,
     head_dim: int = 16,
     tile: int = 16,
+    fraction: float = 0.1,
     **options,
 ) -> oracle.Call:
     """Draw a contiguous call of ragged sequences whose first SHARED keys are those of sequence 0."""
@@ -46,7 +47,7 @@ def draw(
         num_kv_heads=2,
         head_dim=head_dim,
         spec=spec,
-        fraction=0.1 if tile == 16 else 0.6,
+        fraction=fraction,
         q_start=tuple(max(length - num_queries, 0) for length in lengths),
         kv_len=lengths,
         q_len=tuple(min(length, num_queries) for length in lengths),

@@ -13,14 +13,16 @@ from tessera.attention.dispatch import KERNELS
 PAGED = {kernel.name: kernel for kernel in KERNELS if kernel.platform == "tpu" and kernel.paged}
 WIDE = {"lengths": (514, 260, 0), "num_keys": 768}
 """Three pages of 256 keys, which hold several copies each."""
+MANY = {"fraction": 0.8}
+"""So many listed tiles that every head of every sequence sees some."""
 CELLS = (
     ("tpu_decode_dense", "float32", 3, 64, {"head_dim": 128, "lengths": (250, 140, 90)}),
     ("tpu_decode_score", "int8", 1, 256, {"head_dim": 64, **WIDE}),
-    ("tpu_decode_sparse", "float32", 4, 128, {"head_dim": 64, "window": 150}),  # several tiles to a copy
-    ("tpu_decode_sparse", "float32", 1, 64, {"head_dim": 128}),
+    ("tpu_decode_sparse", "float32", 4, 128, {"head_dim": 64, "window": 150, **MANY}),  # several tiles to a copy
+    ("tpu_decode_sparse", "float32", 1, 64, {"head_dim": 128, **MANY}),
     ("tpu_prefill_dense", "int8", 4, 256, {"head_dim": 64, **WIDE}),
     ("tpu_prefill_score", "float32", 3, 64, {"head_dim": 64}),
-    ("tpu_prefill_sparse", "float32", 1, 128, {"head_dim": 64, "window": 150}),
+    ("tpu_prefill_sparse", "float32", 1, 128, {"head_dim": 64, "window": 150, **MANY}),
 )
 """Kernel, type of keys, G, page and other options of the calls that always run."""
 BOTH_WAYS = ("tpu_decode_dense",)
@@ -33,7 +35,7 @@ def more_cells():
         if keys == "int8" and page < 128:
             continue
         tile = 128 if name == "tpu_prefill_sparse" and keys == "int8" else 16
-        yield name, keys, groups, page, {"head_dim": dim, "tile": tile}
+        yield name, keys, groups, page, {"head_dim": dim, "tile": tile, **MANY}
 
 
 def config(kernel):
