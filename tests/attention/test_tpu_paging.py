@@ -20,9 +20,9 @@ CELLS = (
     ("tpu_decode_score", "int8", 1, 256, {"head_dim": 64, **WIDE}),
     ("tpu_decode_sparse", "float32", 4, 128, {"head_dim": 64, "window": 150, **MANY}),  # several tiles to a copy
     ("tpu_decode_sparse", "float32", 1, 64, {"head_dim": 128, **MANY}),
-    ("tpu_prefill_dense", "int8", 4, 256, {"head_dim": 64, **WIDE}),
-    ("tpu_prefill_score", "float32", 3, 64, {"head_dim": 64}),
-    ("tpu_prefill_sparse", "float32", 1, 128, {"head_dim": 64, "window": 150, **MANY}),
+    ("tpu_prefill_dense", "int8", 4, 256, {"head_dim": 128, **WIDE}),
+    ("tpu_prefill_score", "float32", 3, 64, {"head_dim": 128}),
+    ("tpu_prefill_sparse", "float32", 1, 128, {"head_dim": 128, "window": 150, **MANY}),
 )
 """Kernel, type of keys, G, page and other options of the calls that always run."""
 BOTH_WAYS = ("tpu_decode_dense",)
@@ -32,7 +32,7 @@ BOTH_WAYS = ("tpu_decode_dense",)
 def more_cells():
     """Yield every kernel with each type of keys, G, page and head dim that it takes; all are exhaustive."""
     for name, keys, groups, page, dim in itertools.product(PAGED, ("float32", "int8"), (1, 3, 4), (64, 128), (64, 128)):
-        if keys == "int8" and page < 128:
+        if (keys == "int8" and page < 128) or ("prefill" in name and dim < 128):
             continue
         tile = 128 if name == "tpu_prefill_sparse" and keys == "int8" else 16
         yield name, keys, groups, page, {"head_dim": dim, "tile": tile, **MANY}
@@ -89,6 +89,16 @@ def test_page_sizes_that_no_copy_could_bring_are_refused(name):
         shapes = Shapes(*sizes, page, scaled)._replace(num_keys=num_keys)
         if kernel.name != "tpu_prefill_score" or num_keys < 1 << 19:  # its masses of a long context do not fit VMEM
             assert kernel.refusal(spec, shapes) == reason
+
+
+def test_prefill_refuses_pages_that_xla_would_copy():
+    """With 64 elements per key, a TPU stores a page keys-last: only decode reads that layout."""
+    for kernel in PAGED.values():
+        capacity = 3 if kernel.role == "sparse" else None
+        shapes = Shapes(1, 1, 1 << 14, 8, 2, 64, capacity, "bfloat16", 128)
+        reason = kernel.refusal(AttentionSpec(mass=kernel.role == "score"), shapes)
+        assert (reason is None) == (kernel.phase == "decode")
+        assert reason is None or "head_dim=64 must be a multiple of 128 for keys in pages" in reason
 
 
 def test_the_table_counts_in_smem():

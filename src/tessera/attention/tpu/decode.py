@@ -377,7 +377,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
-    return pages.refusal(shapes)
+    return pages.refusal(shapes, in_rows=False)
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:

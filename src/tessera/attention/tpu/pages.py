@@ -20,10 +20,16 @@ MOST_PAGES = 1 << 14
 """Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
 
 
-def refusal(shapes: Shapes) -> str | None:
-    """Return why TPU kernels cannot read the call's pages; None if they can or the keys are contiguous."""
+def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
+    """Return why a TPU kernel cannot read the call's pages; None if it can or the keys are contiguous.
+
+    `in_rows` says that the kernel reads every key as a row of H lanes, whatever H is.
+    """
     if shapes.page is None:
         return None
+    if in_rows and shapes.head_dim % LANES:
+        reason = "a TPU stores other pages with keys along lanes, and XLA would copy the whole pool for this kernel"
+        return f"head_dim={shapes.head_dim} must be a multiple of {LANES} for keys in pages: {reason}"
     least = LANES if shapes.scaled else PACKED  # scales lie along lanes
     if shapes.page < least or shapes.page & (shapes.page - 1):
         kind = " with int8 keys" if shapes.scaled else ""

@@ -346,7 +346,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
-    if (reason := pages.refusal(shapes)) is not None or role == "dense":
+    if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
         return reason
     if spec.tile not in (16, 32, 64, 128):
         return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"

@@ -384,7 +384,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     room = SMEM_BYTES - pages.table_bytes(shapes)
     if needed > room:
         return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {room} for them"
-    return pages.refusal(shapes)
+    return pages.refusal(shapes, in_rows=True)
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
