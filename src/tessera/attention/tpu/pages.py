@@ -1,7 +1,7 @@
-"""Pages of keys and values as TPU kernels read them: the sizes they take, and one sequence's table in SMEM.
+"""Pages of keys and values as TPU kernels read them: the sizes they take, and a sequence's table in SMEM.
 
-A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the table of one
-sequence at a time, double-buffered, never the table of the whole batch.
+A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the tables of one or
+two sequences at a time, double-buffered, never the table of the whole batch.
 """
 
 import jax.numpy as jnp
