@@ -129,6 +129,8 @@ class GpuGates:
 
     kernel: str = ""
     """Run only kernels whose name contains this text."""
+    keys: str = ""
+    """Run only cases whose keys are stored in this way: "int8", "pages"; all cases if empty."""
     out: Path = Path("build/gpu-gates.jsonl")
     """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
