@@ -31,6 +31,7 @@ from tessera.runtime.choosing import (
     warm_choices,
 )
 from tessera.runtime.pool import Pool
+from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
@@ -116,9 +117,9 @@ class PagedLane:
         """Whether any request waits or runs."""
         return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
 
-    @property
     def state(self) -> PoolState:
-        """How full the pool is."""
+        """Free the pages of requests that ended, and return how full the pool is."""
+        self._release()
         count = self.prefix.pages.size - 1
         return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 
@@ -257,8 +258,8 @@ class PagedLane:
         """Return the hashes of the pages that need no prefill if they are held: whole units, never the last token."""
         if row.saved is not None:
             return row.hashes[: row.shared]
-        unit = self.pool.paging.unit
-        whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
+        unit, scored = self.pool.paging.unit, row.ticket.request.prompt_logprobs is not None
+        whole = 0 if scored else (row.ticket.answer.prompt_tokens - 1) // unit * unit  # scores need every row
         return row.hashes[: whole // self.pool.paging.page]
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
@@ -274,6 +275,7 @@ class PagedLane:
             row.ticket.reused = row.ticket.reused if row.entered else usable
             row.entered = True
             row.reads = {start: reads for start, reads in row.reads.items() if start < usable}
+            row.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
         elif not row.prefilling:
             self._return(row)
 
@@ -334,7 +336,9 @@ class PagedLane:
             end = start + min(size, left)
             if not self._grow(row, end):
                 return
-            last, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            rows, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            if row.ticket.request.prompt_logprobs is not None and row.saved is None:
+                row.ticket.scored[start] = self.pool.score(rows, following(prompt, start, size))
             self._did[0].append((start, size))
             row.work.position = row.ticket.position = end
             room -= size
@@ -346,7 +350,7 @@ class PagedLane:
             if row.prefilling:
                 continue
             if row.saved is None:
-                self._begin(row, last)
+                self._begin(row, rows.last)
             else:
                 self._return(row)
 
@@ -397,7 +401,8 @@ class PagedLane:
             try:
                 row.pages += self.prefix.allocate(count)
             except OutOfPages:
-                victim = self._victim()
+                rows = {row.work.id: row for row in self._running if row.ticket.open}
+                victim = rows[self.scheduler.victim([row.work for row in rows.values()]).id]
                 if len(self._running) == 1:
                     self._events.append(fail(row.ticket, MemoryError(f"{NO_ROOM}: allow more pages, or pin fewer")))
                     return False
@@ -405,10 +410,6 @@ class PagedLane:
                 if victim is row:
                     return False
         return True
-
-    def _victim(self) -> Row:
-        rows = {row.work.id: row for row in self._running if row.ticket.open}
-        return rows[self.scheduler.victim([row.work for row in rows.values()]).id]
 
     def _give_way(self, row: Row) -> None:
         """Take a request's row and pages; it waits again."""
