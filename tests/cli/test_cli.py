@@ -164,7 +164,7 @@ def test_subcommands_are_frozen(capsys):
 
 def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
-    from tessera.models.fetch import MODELS
+    from tessera.models.fetch import SOURCES
     from tessera.sparse.plan import HEADS
     from tessera.train.recipes import RECIPES
     from tessera.workbench import bench
@@ -178,7 +178,7 @@ def test_choices_are_those_of_the_library():
     assert typing.get_args(cli.Attention) == tuple(POLICIES)
     assert choices(cli.Calibrate, "tile") == TILES
     assert choices(cli.Calibrate, "heads") == HEADS
-    assert choices(cli.Fetch, "name") == tuple(MODELS)
+    assert choices(cli.Fetch, "name") == tuple(SOURCES)
     assert set(choices(cli.Train, "recipe")) == set(RECIPES)
     assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
     assert choices(cli.Tune, "method") == tuple(METHODS)

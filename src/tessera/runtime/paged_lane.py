@@ -205,7 +205,8 @@ class PagedLane:
         if not (free and self.waiting):
             return
         known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
-        for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()]):
+        prefill = [row.work for row in self._running if row.prefilling]
+        for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()], prefill):
             if not free:
                 return
             row = known[work.id]

@@ -354,6 +354,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "planned": planned.steps,
         "parts": planned.parts,
         "planned-bits": planned.fewer_bits,
+        "step-memory": planned.step_memory,
         "served": served.capacities,
         "served-days": served.days,
         "blocks": report_tables.blocks,
