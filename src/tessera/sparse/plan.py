@@ -148,7 +148,7 @@ class Plan:
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
         """Raise ValueError unless the plan fits a model of this config (and, if given, exactly these weights)."""
-        remake = "make its own with `tessera calibrate`"
+        remake = "make a plan for this model with `tessera calibrate`"
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
             if mine != theirs:
