@@ -1,7 +1,6 @@
 """A lane whose requests share one pool of pages: prompts that begin alike share keys; a full pool swaps requests out.
 
-The scheduler decides which request gets a row, whose prompt is computed next, and which gives way: it loses
-its row and pages, and waits again. This file ensures:
+The scheduler decides which request gets a row, is prefilled next, or gives way (waits again). This file ensures:
 
 - Only pages that a prefill wrote in full enter the prefix cache. Keys that decode wrote differ from those of a prefill
   under a sparse policy, so an answer's tokens are computed again when they come back in a later prompt.
