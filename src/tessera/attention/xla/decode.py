@@ -42,6 +42,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_AT_ONCE, LEAST_BLOCK = 512, 128
 """Most and fewest keys per block of `at_once`. Larger blocks mask more keys at the ends of the visible range; smaller
 blocks give more partial results to add."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of the keys and values in a block of paged keys, of all sequences; it has at least LEAST_BLOCK keys."""
 MOST_SCORE_BYTES = 32 << 20
 """Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
 
@@ -58,8 +60,16 @@ class Config:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Return a block size at which a block's copy stays in a core's second-level cache until it is multiplied."""
-    return Config(block_s=512 if shapes.capacity is not None else 1024)
+    """Return a block size at which a block's copy stays in a core's second-level cache until it is multiplied.
+
+    With pages, many sequences are short, and a block is read of each; so it shrinks as the batch grows.
+    """
+    if shapes.capacity is not None:
+        return Config(block_s=512)
+    if not shapes.paged:
+        return Config(block_s=1024)
+    position = 2 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
+    return Config(block_s=max(LEAST_BLOCK, min(1024, 1 << (BLOCK_BYTES // position).bit_length() - 1)))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
