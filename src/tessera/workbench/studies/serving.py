@@ -15,7 +15,7 @@ import httpx2
 
 from tessera.core import files, hardware
 from tessera.workbench import campaign, evidence
-from tessera.workbench.served import faults, speed
+from tessera.workbench.served import faults, peer, speed
 from tessera.workbench.served.stand import MODELS, Stand
 
 OP = "serving figure"
@@ -133,6 +133,12 @@ CASES: Mapping[str, Case] = {
         },
         models=("demo",),
         once=True,
+    ),
+    "peer": Case(
+        measure=peer.llama_cpp,
+        title="16 clients, against llama.cpp's server",
+        goals={"of_llama_cpp": Goal("tokens/s over those of llama.cpp, same file", ">=", 1.0)},
+        models=("smollm2",),
     ),
 }
 
