@@ -103,7 +103,8 @@ class PagedLane:
         pages = Pages(pool.paging.num_pages, pool.paging.page)
         self.prefix = Prefix(pages, salt, self._store if self.spill else None)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
-        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
+        burst = pool.width * pool.paging.page  # one longest request: its chunks are not torn apart by others' turns
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=burst)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
         self._began_s = 0.0
         self.slots: list[Row | None] = [None] * slots
@@ -129,7 +130,7 @@ class PagedLane:
     def advance(self) -> None:
         """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""
         self._began_s, self._did = time.perf_counter(), ([], [])
-        self._release()
+        self.release()
         self._admit()
         before = len(self._pending)
         self._decode()
@@ -144,8 +145,17 @@ class PagedLane:
         if self.lag == 0 and any(self._did):  # else the step has not ended
             seconds = time.perf_counter() - self._began_s
             self.scheduler.costs = self.scheduler.costs.observed(*self._did, seconds)
+        self.release()
         events, self._events = self._events, []
         return events
+
+    def release(self) -> None:
+        """Free rows and pages of requests that ended or were dropped."""
+        for index, row in enumerate(self.slots):
+            if row is not None and not row.ticket.open:
+                self.slots[index] = None
+        for id in [id for id, row in self._rows.items() if not row.ticket.open]:
+            self.prefix.pages.release(self._rows.pop(id).pages)
 
     def hold(self, tokens: Sequence[int]) -> Held:
         """Refuse: the prefix cache keeps every prompt's keys, so nobody needs to hold any."""
@@ -194,14 +204,6 @@ class PagedLane:
     @property
     def _running(self) -> list[Row]:
         return [row for row in self.slots if row is not None]
-
-    def _release(self) -> None:
-        """Free rows and pages of requests that ended."""
-        for index, row in enumerate(self.slots):
-            if row is not None and not row.ticket.open:
-                self.slots[index] = None
-        for id in [id for id, row in self._rows.items() if not row.ticket.open]:
-            self.prefix.pages.release(self._rows.pop(id).pages)
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""

@@ -62,6 +62,12 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]) * 1024
 
     @property
+    def processor_s(self) -> float:
+        """Processor time that the process has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
     def handles(self) -> int:
         """Open file handles of the process, sockets included."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))

@@ -31,33 +31,31 @@ SETTLED = 0.1
 PROMPTS = 1000
 """Prompts that are answered alone and in a crowd."""
 KILLS = 20
+COMPILED = "tessera:recompiles_total"
 
 
 def leaks(stand: Stand, seed: int) -> Found:
     """Send requests that end in every way; afterwards nothing may be held, and each must have a named end."""
     server, count = stand.server(), stand.scaled(REQUESTS)
-    before = tallies(server)
-    handles = server.handles
-    first = int(SETTLED * count)
+    handles, first = server.handles, int(SETTLED * count)
+    compiled = server.metric(COMPILED)
     ends = server.drive(lambda client: torment(client, first, seed))
     settled = server.memory_bytes
     ends += server.drive(lambda client: torment(client, count - first, seed + 1))
-    until(lambda: sum(tallies(server).values()) - sum(before.values()) >= count)
-    until(lambda: server.handles <= handles)
+    until(lambda: not still_open(server) and server.handles <= handles)
     figures = {
         "pages": server.metric("vllm:kv_cache_usage_perc"),
         "handles": server.handles - handles,
         "memory_growth": server.memory_bytes / settled - 1,
-        "recompiles": server.metric("tessera:recompiles_total"),
-        "unaccounted": count - (sum(tallies(server).values()) - sum(before.values())) + ends["unnamed"],
+        "recompiles": server.metric(COMPILED) - compiled,
+        "unfinished": still_open(server) + ends["unnamed"],
     }
     return figures, {"requests": count, "ends": ends, "memory_bytes": settled}
 
 
-def tallies(server: Server) -> dict[str, float]:
-    """Return how many requests the server counts as complete, failed and dropped."""
-    names = ("vllm:request_success_total", "tessera:requests_failed_total", "tessera:requests_cancelled_total")
-    return {name: server.metric(name) for name in names}
+def still_open(server: Server) -> float:
+    """Return how many requests the server runs or keeps waiting."""
+    return server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting")
 
 
 def until(condition, limit_s: float = 60.0) -> bool:

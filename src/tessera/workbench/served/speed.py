@@ -35,14 +35,18 @@ OTHERS_SHARE = 0.1
 
 def crowd(stand: Stand, seed: int) -> Found:
     """Compare tokens per second of 16 clients at once with those of one client."""
-    sizes = stand.sizes
+    sizes, server = stand.sizes, stand.server()
 
     async def talk(client: Client) -> Found:
         prompts = client.prompts(SLOTS // 2 + 2 * SLOTS, sizes.prompt, seed=seed)
+        before_s = server.processor_s
         alone, alone_s = await client.crowd(prompts[: SLOTS // 2], sizes.new, clients=1)
+        between_s = server.processor_s
         many, many_s = await client.crowd(prompts[SLOTS // 2 :], sizes.new, clients=SLOTS)
         one, all_ = rate(alone, alone_s), rate(many, many_s)
         facts = {
+            "one_processor_s_per_token": 1 / rate(alone, between_s - before_s),
+            "crowd_processor_s_per_token": 1 / rate(many, server.processor_s - between_s),
             "one_tokens_per_s": one,
             "crowd_tokens_per_s": all_,
             "one_gap_p50_s": percentile(gaps_s(alone), 50),
@@ -51,7 +55,7 @@ def crowd(stand: Stand, seed: int) -> Found:
         }
         return {"speedup": all_ / one}, facts
 
-    return stand.server().drive(talk)
+    return server.drive(talk)
 
 
 def document(stand: Stand, seed: int) -> Found:
