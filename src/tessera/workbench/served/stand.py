@@ -72,7 +72,7 @@ class Stand:
         sizes = self.sizes
         return (
             *(*sizes.model, "--slots", str(SLOTS)),
-            *("--context", str(sizes.context), "--pages", str(sizes.pages), *more),
+            *("--context", str(sizes.context), "--pages", str(sizes.pages), "--queue", "256", *more),
         )
 
     def server(self, *more: str) -> Server:
