@@ -197,7 +197,8 @@ async def contend(client: Client, sizes: Sizes, count: int, seed: int) -> tuple[
     """Let every tenant keep requests waiting until `count` have ended; return each one's tokens, and the seconds.
 
     The first third is not counted: until then a tenant may get ahead of the others, by the tokens of one longest
-    request. Each of the others keeps half as many requests open as the server has rows, the greedy tenant GREEDY times as many.
+    request. Each of the others keeps half as many requests open as the server has rows, the greedy tenant GREEDY times
+    as many.
     """
     clients = [SLOTS // 2] * OTHERS
     clients.insert(0, GREEDY * SLOTS // 2)
