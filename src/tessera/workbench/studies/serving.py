@@ -4,8 +4,10 @@ Each case starts `tessera serve` as a child process and drives it over HTTP, onc
 seed are stored; `--resume` goes on from them. Figures of speed are ratios of times of one run.
 """
 
+import signal
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +154,7 @@ def study(flags: Any) -> int:
         made = [record(*group) for group in grouped(kept)]
         evidence.append(Path("evidence") / f"serving-{hardware.device_slug()}.jsonl", made)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike the default, this also ends the server
     if not flags.resume:
         flags.out.unlink(missing_ok=True)
     return int(not run(chosen, flags))
