@@ -167,9 +167,6 @@ class Engine:
         """
         ticket = self._tickets.pop(id)
         ticket.dropped = True
-        for lane in self.lanes.values():
-            if isinstance(lane, PagedLane):
-                lane.release()  # an idle engine takes no step that would
         return ticket.answer.generation(ticket.started_s)
 
     def drain(

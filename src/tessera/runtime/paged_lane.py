@@ -127,7 +127,7 @@ class PagedLane:
     def advance(self) -> None:
         """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""
         self._began_s, self._did = time.perf_counter(), ([], [])
-        self.release()
+        self._release()
         self._admit()
         before = len(self._pending)
         self._decode()
@@ -142,15 +142,8 @@ class PagedLane:
         if self.lag == 0 and any(self._did):  # else the step has not ended
             seconds = time.perf_counter() - self._began_s
             self.scheduler.costs = self.scheduler.costs.observed(*self._did, seconds)
-        self.release()
         events, self._events = self._events, []
         return events
-
-    def release(self) -> None:
-        """Free rows and pages of requests that ended or were dropped."""
-        self.slots = [row if row is not None and row.ticket.open else None for row in self.slots]
-        for id in [id for id, row in self._rows.items() if not row.ticket.open]:
-            self.prefix.pages.release(self._rows.pop(id).pages)
 
     def hold(self, tokens: Sequence[int]) -> Held:
         """Refuse: the prefix cache keeps every prompt's keys, so nobody needs to hold any."""
@@ -197,6 +190,14 @@ class PagedLane:
     @property
     def _running(self) -> list[Row]:
         return [row for row in self.slots if row is not None]
+
+    def _release(self) -> None:
+        """Free rows and pages of requests that ended."""
+        for index, row in enumerate(self.slots):
+            if row is not None and not row.ticket.open:
+                self.slots[index] = None
+        for id in [id for id, row in self._rows.items() if not row.ticket.open]:
+            self.prefix.pages.release(self._rows.pop(id).pages)
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""

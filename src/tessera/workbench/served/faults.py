@@ -68,10 +68,10 @@ def until(condition, limit_s: float = 60.0) -> bool:
     return held
 
 
-async def torment(client: Client, count: int, seed: int) -> Counter[str]:
+async def torment(client: Client, count: int, seed: int, *, clients: int = OPEN) -> Counter[str]:
     """Send requests of random sizes, drop some anywhere, read some slowly; return how they ended."""
     rng = random.Random(seed)
-    gate, ends = asyncio.Semaphore(OPEN), Counter()
+    gate, ends = asyncio.Semaphore(clients), Counter()
     prompts = client.prompts(count, 200, seed=seed, shared=48)
 
     async def one(prompt: list[int], new: int, drop_s: float | None, pause_s: float) -> None:
