@@ -1,6 +1,6 @@
 """llama.cpp's worker (xllamacpp): reads one JSON request a line from standard input, writes one JSON answer a line.
 
-Requests: hello, load (a GGUF file), generate (greedy, from token ids). llama.cpp times prompt and answer itself. With a
+Requests: hello, load (a GGUF file), generate (greedy, from token ids), address (of its HTTP server). llama.cpp times prompt and answer itself. With a
 file as its only argument, it answers one token from it once, prints its peak memory and ends: a cold start.
 """
 
@@ -23,13 +23,18 @@ class Worker:
         """Version of the package."""
         return {"xllamacpp": metadata.version("xllamacpp")}
 
-    def load(self, path, context, threads):
-        """Load a file with room for `context` tokens; no prompt is ever taken from a cache."""
+    def load(self, path, context, threads, parallel=1):
+        """Load a file with room for `context` tokens of `parallel` requests; no prompt is ever taken from a cache."""
         params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel, params.cache_ram_mib = path, context, 1, 0
+        params.model.path, params.n_ctx, params.n_parallel, params.cache_ram_mib = path, context, parallel, 0
+        params.port = 0  # a free one
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self.server = xllamacpp.Server(params)
         return {}
+
+    def address(self):
+        """Address of the HTTP server, which runs from `load` on."""
+        return {"url": self.server.listening_address}
 
     def generate(self, tokens, steps):
         """Seconds of the prompt and of `steps` more tokens after the first, and the first token."""
@@ -61,7 +66,7 @@ def main():
         return
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    calls = {name: getattr(worker, name) for name in ("hello", "load", "generate")}
+    calls = {name: getattr(worker, name) for name in ("hello", "load", "generate", "address")}
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -307,3 +307,25 @@ def test_pages_on_disk_survive_eviction_and_restart(model, tmp_path):
                 [end] = engine.drain()
                 assert (end.reused_tokens, end.generation.tokens) == (192 if start or again else 0, tokens)
         engine.close()
+
+
+def test_no_page_is_in_use_once_the_last_request_has_ended_or_gone(model):
+    engine = engine_of(model)
+    run(engine, Request(prompt=prompt(100), max_new_tokens=4))
+    assert engine.pool_state.usage == 0
+    number = engine.submit(Request(prompt=prompt(200), max_new_tokens=4))
+    engine.step()
+    assert engine.pool_state.usage > 0
+    engine.cancel(number)
+    assert engine.pool_state.usage == 0
+
+
+def test_a_tenant_with_many_requests_does_not_keep_another_waiting(model):
+    """The greedy tenant may be ahead by the tokens of one longest request; it sends three times as many."""
+    engine = engine_of(model, num_keys=128)
+    greedy = [Request(prompt=prompt(60, seed), max_new_tokens=4, tenant="greedy") for seed in range(24)]
+    modest = [Request(prompt=prompt(60, 100 + seed), max_new_tokens=4, tenant="modest") for seed in range(4)]
+    for request in (*greedy, *modest):
+        engine.submit(request)
+    ends = [end.id for end in engine.drain()]
+    assert max(ends.index(number) for number in range(24, 28)) < 16

@@ -237,6 +237,32 @@ class Fusions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Measure the real server against its goals: crowds, shared documents, fairness, leaks, kills (an hour)."""
+
+    model: Literal["demo", "smollm2"] = "demo"
+    """The model to serve: the shipped one, or SmolLM2, whose server needs 5 GiB and minutes to start."""
+    case: Several[str] = ()
+    """Cases to run; all if not given."""
+    seeds: int = 3
+    """Runs of each case that measures times."""
+    share: float = 1.0
+    """Share of the requests to send; below 1 for a quick look, whose figures differ."""
+    out: Path = Path("build/serving.jsonl")
+    """File that stores finished runs, for resuming."""
+    resume: bool = False
+    """Keep the runs that the file holds, and measure only the others."""
+    report: bool = False
+    """Append a record per case to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Measure, or, with --report, append the records; return 1 if a case has failed."""
+        return _module("serving").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Compare memory and time of a decode and a training step by donation, recomputation and precision."""
 
@@ -266,6 +292,7 @@ STUDIES = {
     "fuzz": Fuzz,
     "planner": Planner,
     "fusions": Fusions,
+    "serving": Serving,
     "memory": Memory,
 }
 

@@ -100,7 +100,7 @@ class PagedLane:
     def __init__(self, pool: Pool, *, slots: int, lag: int):
         self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
-        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=pool.width * pool.paging.page)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
         self._began_s = 0.0
         self.slots: list[Row | None] = [None] * slots

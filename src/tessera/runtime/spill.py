@@ -128,9 +128,7 @@ class Spill:
         return self._folder / hash.hex()
 
     def _checksum(self, hash: bytes, body: bytes | memoryview) -> bytes:
-        digest = hashlib.blake2b(hash, key=self._key, digest_size=CHECKSUM_BYTES)
-        digest.update(body)
-        return digest.digest()
+        return _checksum(self._key, hash, body)
 
     def _touch(self, path: Path) -> bool:
         """Make a file the newest, and return whether it exists. The clock is finer than the file system's own."""
@@ -167,6 +165,24 @@ class Spill:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
                     if NAME.fullmatch(entry.name):
                         yield entry.stat().st_mtime_ns, entry.stat().st_size, entry.path
+
+
+def audit(folder: str | os.PathLike) -> tuple[int, int]:
+    """Return how many pages under a spill's folder are whole, and how many are damaged."""
+    whole = damaged = 0
+    for path in Path(folder).glob("*/*"):
+        if NAME.fullmatch(path.name) and NAME.fullmatch(path.parent.name):
+            data = path.read_bytes()
+            key, hash = bytes.fromhex(path.parent.name), bytes.fromhex(path.name)
+            good = _checksum(key, hash, memoryview(data)[CHECKSUM_BYTES:]) == data[:CHECKSUM_BYTES]
+            whole, damaged = whole + good, damaged + (not good)
+    return whole, damaged
+
+
+def _checksum(key: bytes, hash: bytes, body: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(hash, key=key, digest_size=CHECKSUM_BYTES)
+    digest.update(body)
+    return digest.digest()
 
 
 def _encode(arrays: Sequence[np.ndarray]) -> bytes:

@@ -13,7 +13,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,8 +57,9 @@ class Load:
 
 @dataclass(eq=False)
 class Outcome:
-    """Result of one request: seconds from sending it to each piece of text, and its token counts or its error."""
+    """Result of one request: its text, seconds from sending it to each piece of text, token counts, or the error."""
 
+    text: str = ""
     pieces_s: list[float] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     error: str | None = None
@@ -106,13 +107,13 @@ async def run(
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.clients or 100)
     gate = asyncio.Semaphore(load.clients or load.requests)
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=load.limit_s, limits=limits) as client:
-        texts = prompts(load, await _tokens(client, url))
+        texts = prompts(load, await tokens_of(client, url))
         began = time.perf_counter()
 
         async def one(at: float, prompt: Sequence[int]) -> Outcome:
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             async with gate:
-                outcome = await _send(client, prompt, load.new_tokens)
+                outcome = await ask(client, prompt, load.new_tokens)
             if progress is not None:
                 progress(outcome)
             return outcome
@@ -121,7 +122,8 @@ async def run(
         return outcomes, time.perf_counter() - began
 
 
-async def _tokens(client: httpx2.AsyncClient, url: str) -> list[int]:
+async def tokens_of(client: httpx2.AsyncClient, url: str) -> list[int]:
+    """Return the server's tokens of TEXT; raise ValueError if the server does not answer, or has no /tokenize."""
     try:
         found = await client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
     except httpx2.HTTPError as error:
@@ -131,12 +133,19 @@ async def _tokens(client: httpx2.AsyncClient, url: str) -> list[int]:
     return found.json()["tokens"]
 
 
-async def _send(client: httpx2.AsyncClient, prompt: Sequence[int], new_tokens: int) -> Outcome:
-    body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "stream": True}
+async def ask(
+    client: httpx2.AsyncClient,
+    prompt: Sequence[int],
+    new_tokens: int,
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Stream one completion, greedy unless the options (other fields of the request) say otherwise."""
+    body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "stream": True} | options
     outcome, began = Outcome(), time.perf_counter()
     try:
         async with client.stream(
-            "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
+            "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}, headers=headers
         ) as found:
             if found.status_code != 200:
                 outcome.error = f"status {found.status_code}"
@@ -154,7 +163,8 @@ async def _send(client: httpx2.AsyncClient, prompt: Sequence[int], new_tokens: i
 def _take(event: dict[str, Any], now_s: float, outcome: Outcome) -> None:
     if "error" in event:
         outcome.error = event["error"]["message"][:100]
-    elif event["choices"] and event["choices"][0].get("text"):
+    elif event["choices"] and (text := event["choices"][0].get("text")):
+        outcome.text += text
         outcome.pieces_s.append(now_s)
     outcome.usage = event.get("usage") or outcome.usage
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from tessera.core.units import three
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
-from tessera.workbench.report import planned, served
+from tessera.workbench.report import figures_served, planned, served
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
 from tessera.workbench.report import weights as report_weights
@@ -48,7 +48,6 @@ PAGES = (
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
-    "docs/runtime.md",
 )
 """Files that contain rendered tables."""
 
@@ -362,6 +361,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "sweep": report_tables.sweep,
         "gates": report_tables.gates,
         "rooflines": report_tables.rooflines,
+        "serving": figures_served.figures,
     }
 )
 """Tables that choose their own records: one run's, or the newest if only a compiler decides the result."""

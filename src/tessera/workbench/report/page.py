@@ -36,6 +36,7 @@ GROUPS = {
     "gpu gates": "Hopper kernels, machine code",
     "roofline figure": "Hopper kernels, rooflines",
     "tpu sweep": "TPU kernels, compiled",
+    "serving figure": "The server against its goals",
 }
 """Headings by the records' op, in the page's order. Records of any other op follow, with the op as heading."""
 

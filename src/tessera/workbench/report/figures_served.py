@@ -1,0 +1,35 @@
+"""Render the server's figures with their goals: a row per figure, from `tessera study serving`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tessera.core.units import three
+from tessera.workbench.evidence import Record
+from tessera.workbench.report.markdown import markdown, provenance
+
+OP = "serving figure"
+
+
+def figures(records: Sequence[Record]) -> str:
+    """Show each figure's median and range over its runs, its goal, and in bold whether the goal was missed."""
+    chosen = [r for r in records if r.what.op == OP]
+    rows = []
+    for record in sorted(chosen, key=lambda r: r.where.machine):
+        lead = [record.what.title]
+        if record.error:
+            rows.append([*lead, "", record.error, "", "**failed**"])
+        for figure in record.facts.get("figures", {}).values():
+            rows.append([*lead, figure["about"], shown(figure), figure["goal"], _verdict(figure)])
+    header = ["case", "figure", "median (range of the runs)", "goal", ""]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def shown(figure: Mapping[str, Any]) -> str:
+    """Format the median of a figure's values, and their range if there are several that differ."""
+    low, high = min(figure["values"]), max(figure["values"])
+    median = three(figure["median"])
+    return median if low == high else f"{median} ({three(low)} to {three(high)})"
+
+
+def _verdict(figure: Mapping[str, Any]) -> str:
+    return "met" if figure["met"] else "**missed**"

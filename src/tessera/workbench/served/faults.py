@@ -1,0 +1,223 @@
+"""Cases that count: leaks, exact bytes, shutdown, a full queue, kills beside a disk cache.
+
+A case takes the stand and a seed and returns (figures by name, facts), like those of `speed`.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import httpx2
+
+from tessera.runtime.spill import audit
+from tessera.workbench.served.child import Client, Server, serving
+from tessera.workbench.served.speed import Found
+from tessera.workbench.served.stand import SLOTS, Stand, rate
+
+REQUESTS = 10_000
+"""Requests of the case that looks for leaks."""
+CANCELLED, SLOW = 0.3, 0.1
+"""Shares of them that the client drops, and that it reads slowly."""
+OPEN = 3 * SLOTS
+"""Requests that it keeps open."""
+SETTLED = 0.1
+"""Share of the requests after which memory counts: by then, allocators and caches have grown to their usual sizes."""
+PROMPTS = 1000
+"""Prompts that are answered alone and in a crowd."""
+KILLS = 20
+COMPILED = "tessera:recompiles_total"
+
+
+def leaks(stand: Stand, seed: int) -> Found:
+    """Send requests that end in every way; afterwards nothing may be held, and each must have a named end."""
+    server, count = stand.server(), stand.scaled(REQUESTS)
+    handles, first = server.handles, int(SETTLED * count)
+    compiled = server.metric(COMPILED)
+    ends = server.drive(lambda client: torment(client, first, seed))
+    settled = server.memory_bytes
+    ends += server.drive(lambda client: torment(client, count - first, seed + 1))
+    until(lambda: not still_open(server))
+    until(lambda: server.handles <= handles)  # connections close a moment after their last byte
+    more = server.handles - handles
+    figures = {
+        "pages": server.metric("vllm:kv_cache_usage_perc"),
+        "handles": more,
+        "memory_growth": server.memory_bytes / settled - 1,
+        "recompiles": server.metric(COMPILED) - compiled,
+        "unfinished": still_open(server) + ends["unnamed"],
+    }
+    return figures, {"requests": count, "ends": ends, "memory_bytes": settled}
+
+
+def still_open(server: Server) -> float:
+    """Return how many requests the server runs or keeps waiting."""
+    return server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting")
+
+
+def until(condition, limit_s: float = 60.0) -> bool:
+    """Wait until the condition holds, at most `limit_s` seconds; return whether it does."""
+    end = time.monotonic() + limit_s
+    while not (held := condition()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return held
+
+
+async def torment(client: Client, count: int, seed: int, *, clients: int = OPEN) -> Counter[str]:
+    """Send requests of random sizes, drop some anywhere, read some slowly; return how they ended."""
+    rng = random.Random(seed)
+    gate, ends = asyncio.Semaphore(clients), Counter()
+    prompts = client.prompts(count, 200, seed=seed, shared=48)
+
+    async def one(prompt: list[int], new: int, drop_s: float | None, pause_s: float) -> None:
+        async with gate:
+            end = "dropped"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drop_s):
+                    end = await read(client, prompt, new, pause_s)
+            ends[end] += 1
+
+    draws = [
+        (
+            prompt[: rng.randint(1, 200)],
+            rng.randint(1, 24),
+            rng.expovariate(1.0) if rng.random() < CANCELLED else None,
+            0.05 if rng.random() < SLOW else 0.0,
+        )
+        for prompt in prompts
+    ]
+    await asyncio.gather(*(one(*draw) for draw in draws))
+    return ends
+
+
+async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> str:
+    """Stream an answer with pauses; return its finish reason or error, "unnamed" if it has neither."""
+    end, body = "unnamed", {"prompt": prompt, "max_tokens": new, "stream": True}
+    try:
+        async with client.http.stream("POST", "/v1/completions", json=body) as found:
+            if found.status_code != 200:
+                return f"status {found.status_code}"
+            async for line in found.aiter_lines():
+                await asyncio.sleep(pause_s)
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    choice = (event.get("choices") or [{}])[0]
+                    end = choice.get("finish_reason") or event.get("error", {}).get("message") or end
+    except httpx2.HTTPError as error:
+        return type(error).__name__
+    return end
+
+
+def exact(stand: Stand, seed: int) -> Found:
+    """Compare `--exact` with the default in a crowd, and each prompt's answer alone with its answer in a crowd.
+
+    The control draws the crowd's answers with other seeds: most must differ.
+    """
+    sizes, count = stand.sizes, stand.scaled(PROMPTS)
+
+    async def speed(client: Client) -> float:
+        prompts = client.prompts(2 * SLOTS, sizes.prompt, seed=seed)
+        return rate(*await client.crowd(prompts, sizes.new, clients=SLOTS))
+
+    async def answers(client: Client, *, clients: int, tenant: int, shift: int = 0) -> list[str]:
+        prompts, gate = client.prompts(count, sizes.prompt, seed=seed + 100), asyncio.Semaphore(clients)
+
+        async def one(number: int, prompt: list[int]) -> str:
+            async with gate:
+                length = 1 + number % len(prompt)
+                options = {"temperature": 1.0, "seed": number + shift, "tenant": tenant}
+                return (await client.ask(prompt[:length], 16, **options)).text
+
+        return await asyncio.gather(*map(one, range(count), prompts))
+
+    usual = stand.server().drive(speed)
+    server = stand.server("--exact")
+    slow = server.drive(speed)
+    alone = server.drive(lambda client: answers(client, clients=1, tenant=1))
+    many = server.drive(lambda client: answers(client, clients=SLOTS, tenant=2))
+    others = server.drive(lambda client: answers(client, clients=SLOTS, tenant=3, shift=count))
+    figures = {
+        "slower": usual / slow - 1,
+        "differing": sum(a != b for a, b in zip(alone, many, strict=True)),
+        "control": sum(a != b for a, b in zip(alone, others, strict=True)) / count,
+    }
+    return figures, {"prompts": count, "usual_tokens_per_s": usual, "exact_tokens_per_s": slow}
+
+
+def shutdown(stand: Stand, seed: int) -> Found:
+    """Send SIGTERM while the server answers, with its queue full."""
+    stand.close()
+    with serving(*stand.sizes.model, "--slots", "2", "--queue", "6", "--context", "512") as server:
+
+        async def talk(client: Client) -> Found:
+            prompts = client.prompts(8, 64, seed=seed)
+            open_ = [asyncio.create_task(client.ask(prompt, 192)) for prompt in prompts]
+            await asyncio.sleep(0.5)
+            full = await refused(client)
+            began = time.monotonic()
+            server.process.terminate()
+            await asyncio.sleep(0.2)
+            late = await refused(client)
+            ended = await asyncio.gather(*open_, return_exceptions=True)
+            seconds = time.monotonic() - began
+            figures = {
+                "full_queue": float(full == 429),
+                "new_refused": float(late == 503),
+                "unfinished": sum(isinstance(found, BaseException) for found in ended),
+                "seconds": seconds,
+            }
+            return figures, {"open": len(open_)}
+
+        figures, facts = server.drive(talk)
+        code = server.process.wait(60)
+        return dict(figures) | {"exit_code": code}, facts
+
+
+async def refused(client: Client) -> int:
+    """Send one request; return its status, or 0 if the response lacks Retry-After."""
+    found = await client.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    return found.status_code if int(found.headers.get("retry-after", 0)) > 0 else 0
+
+
+def kills(stand: Stand, seed: int) -> Found:
+    """Kill servers with a disk cache at random points; each next one must start, and answer as a fresh one does.
+
+    The pool holds two requests, so that every new prompt moves an older one's pages to the disk.
+    """
+    stand.close()
+    count, rng = stand.scaled(KILLS), random.Random(seed)
+    whole, damaged, differing, starts = [], 0, 0, []
+    with tempfile.TemporaryDirectory(prefix="tessera-spill-") as folder:
+        flags = (*stand.sizes.model, "--slots", "2", "--context", "1024", "--pages", "32")
+
+        async def answers(client: Client) -> list[str]:
+            prompts = client.prompts(6, 640, seed=seed)
+            return [(await client.ask(prompt, 8)).text for prompt in prompts]
+
+        with serving(*flags) as server:
+            expected = server.drive(answers)
+        for _ in range(count):
+            with serving(*flags, "--spill", folder) as server:
+                starts.append(server.start_s)
+                differing += sum(a != b for a, b in zip(expected, server.drive(answers), strict=True))
+                timer = threading.Timer(rng.uniform(0.0, 3.0), server.process.kill)
+                timer.start()
+                with suppress(ValueError, httpx2.HTTPError):
+                    while server.process.poll() is None:
+                        server.drive(lambda client: busy(client, rng.randrange(1 << 30)))
+                timer.join()
+            good, bad = audit(Path(folder))
+            whole.append(good)
+            damaged += bad
+    figures = {"damaged": damaged, "differing": differing, "failed_starts": count - len(starts)}
+    return figures, {"kills": count, "pages_on_disk": whole, "start_s": starts}
+
+
+async def busy(client: Client, seed: int) -> None:
+    """Keep the server busy with prompts that fill its pool."""
+    await client.crowd(client.prompts(4, 640, seed=seed), 4, clients=2)

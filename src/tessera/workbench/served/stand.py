@@ -1,0 +1,134 @@
+"""What the cases share: the models with their sizes, one running server, and the statistics of their figures."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from tessera.serve.load import Outcome
+from tessera.workbench.served.child import Server
+
+SLOTS = 16
+"""Requests that a server answers at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of one model's requests, in tokens, and the pages of its server.
+
+    Attributes:
+        name: the model in words, for tables.
+        model: what `tessera serve` takes.
+        context: longest request.
+        pages: pages of the server's pool.
+        prompt, new: usual prompt and answer.
+        document: the document that several questions share.
+        long: the prompt that joins running streams.
+    """
+
+    name: str
+    model: tuple[str, ...]
+    context: int
+    pages: int
+    prompt: int
+    new: int
+    document: int
+    long: int
+
+
+MODELS = {
+    "demo": Sizes(
+        name="the shipped model", model=(), context=4096, pages=700, prompt=256, new=64, document=3840, long=3840
+    ),
+    "smollm2": Sizes(
+        name="SmolLM2", model=("smollm2",), context=8192, pages=600, prompt=256, new=64, document=6144, long=4096
+    ),
+}
+"""The shipped model's context ends at 4,096 tokens, so its documents are shorter than the 6K of the goal."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Stand:
+    """Runs one server at a time, and keeps it for as long as cases want the same flags.
+
+    Attributes:
+        sizes: the model.
+        share: share of the requests to send; below 1 for a quick look.
+    """
+
+    sizes: Sizes
+    share: float = 1.0
+    _held: tuple[tuple[str, ...], Server, tempfile.TemporaryDirectory] | None = field(default=None, init=False)
+
+    def scaled(self, count: int) -> int:
+        """Return the share of a number of requests."""
+        return max(2, round(self.share * count))
+
+    def flags(self, *more: str) -> tuple[str, ...]:
+        """Return the flags of `tessera serve` for this model."""
+        sizes = self.sizes
+        return (
+            *(*sizes.model, "--slots", str(SLOTS)),
+            *("--context", str(sizes.context), "--pages", str(sizes.pages), "--queue", "256", *more),
+        )
+
+    def server(self, *more: str) -> Server:
+        """Return the running server with these additional flags; start it if another one runs or none."""
+        flags = self.flags(*more)
+        if self._held is None or self._held[0] != flags or self._held[1].process.poll() is not None:
+            self.close()
+            folder = tempfile.TemporaryDirectory(prefix="tessera-served-")
+            self._held = flags, Server(flags, Path(folder.name)), folder
+            self._held[1].started()
+        return self._held[1]
+
+    def close(self) -> None:
+        """Kill the server, if one runs."""
+        if self._held is not None:
+            _, server, folder = self._held
+            self._held = None
+            server.kill()
+            folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def rate(outcomes: Sequence[Outcome], seconds: float) -> float:
+    """Return new tokens per second."""
+    return sum(found.usage["completion_tokens"] for found in outcomes) / seconds
+
+
+def first_s(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the seconds to the first text of each request that had any."""
+    return [found.pieces_s[0] for found in outcomes if found.pieces_s]
+
+
+def gaps_s(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the seconds between pieces of text, of all requests."""
+    return [gap for found in outcomes for gap in np.diff(found.pieces_s).tolist()]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile; raise ValueError if there are no values."""
+    if not values:
+        raise ValueError("no request had the text that this figure needs")
+    return float(np.percentile(values, percent))
+
+
+def jain(shares: Sequence[float]) -> float:
+    """Return Jain's index of fairness, (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything.
+
+    Raises:
+        ValueError: there are no shares, or all are 0.
+    """
+    total = sum(share * share for share in shares)
+    if not total:
+        raise ValueError(f"{shares=} must hold at least one positive number")
+    return sum(shares) ** 2 / (len(shares) * total)
