@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +18,7 @@ BOUNDS = (
     ("queue", 0, 10**6),
     ("context", 2, 2**31),
     ("pages", 1, 2**31),
+    ("replicas", 1, 1024),
 )
 """Smallest and largest values of flags."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -63,6 +64,9 @@ class Serve:
     """Hold the matrices in fewer bits; see `tessera generate --help`."""
     mesh: Omittable[str] = None
     """Devices that share the model; see `tessera generate --help`."""
+    replicas: Omittable[int] = None
+    """Processes that each load the model and answer requests, behind one address; needs Ray, and a cluster for several
+    machines (docs/serving.md)."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -72,6 +76,8 @@ class Serve:
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
+        if self.replicas is not None:
+            require("ray", "cluster")
         for name, least, most in BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -83,12 +89,41 @@ class Serve:
 
         bound = server.listen(self.host, self.port)
         with bound:
+            if self.replicas is not None:
+                return self.run_replicas(bound, keys)
             site = self.site()
             server.run(site, bound, keys)
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
+
+    def run_replicas(self, bound, keys: tuple[str, ...]) -> int:
+        """Serve with several replicas until SIGTERM or Ctrl-C."""
+        from tessera.cli.model_commands import named_model
+        from tessera.core.mesh import parse
+        from tessera.models.checkpoint import read_tokenizer, resolve
+        from tessera.serve import cluster
+
+        shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
+        source = resolve(named_model(self.named))
+        tokenizer = read_tokenizer(source)
+        plan = None if self.plan is None else self.plan.resolve()
+        same = replace(self, path=os.path.abspath(source), model=None, plan=plan, name=self.served_name)
+        launcher = cluster.Cluster(same.site, count=self.replicas, chips=shape[0] * shape[1])
+        sizes = {"count": self.replicas, "margin": self.slots}
+        cluster.run(launcher, tokenizer, name=self.served_name, bound=bound, keys=keys, **sizes)
+        return 0
+
+    @property
+    def named(self) -> str | None:
+        """The model as the user names it; None for the demo model."""
+        return self.path if self.model is None else self.model
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.name or os.path.basename(str(self.named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
 
     def keys(self) -> tuple[str, ...]:
         """Read the API keys; raise ValueError if there are none and other machines can reach --host."""
@@ -112,8 +147,7 @@ class Serve:
         from tessera.serve.app import Site
         from tessera.serve.warm import context_that_fits, grammars_for, start
 
-        named = self.path if self.model is None else self.model
-        source = resolve(named_model(named))
+        source = resolve(named_model(self.named))
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")
         names = ("dtype", "weights", "cache", "mesh", "plan")
@@ -122,5 +156,4 @@ class Serve:
         context = context_that_fits(model, self.context)
         sizes = {"slots": self.slots, "queue": self.queue, "pages": self.pages, "exact": self.exact}
         service = start(model, context=context, **sizes)
-        name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
-        return Site(model=model, name=name, service=service, context=context, grammars=grammars)
+        return Site(model=model, name=self.served_name, service=service, context=context, grammars=grammars)
