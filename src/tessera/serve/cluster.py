@@ -4,8 +4,8 @@ Ray places the processes, gives each its chips, and reports their end. Requests 
 the server of `tessera serve` on a free port, and the front speaks HTTP with it. Ray Serve is not used: its proxy would
 be a second front, which knows neither the keys and deadlines of `front` nor which prompts share pages.
 
-Without RAY_ADDRESS, Ray runs in processes below this one and ends with it. With it ("auto" on a machine of the cluster),
-replicas are spread over the cluster, whose machines need the same Python environment and the model under the same path.
+Without RAY_ADDRESS, Ray runs in processes below this one and ends with it. With it ("auto" on a cluster's machine),
+replicas are spread over the cluster, whose machines need the same Python environment and the model at the same path.
 """
 
 import asyncio
@@ -116,6 +116,8 @@ def join() -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     if os.environ.get(ADDRESS, "local") == "local":
+        os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 starves replicas wherever anything else computes
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else it writes to ~/.ray
         ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return LOOPBACK
     try:

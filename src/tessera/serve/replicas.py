@@ -185,7 +185,7 @@ class Replicas:
         logger.info("all %d replicas have been restarted", len(self.all))
 
     async def _keep(self, replica: Replica) -> None:
-        """Run one replica's circle until the task is cancelled, or the first start shows that no model can be served."""
+        """Run one replica's circle until the task is cancelled; raise the error of a first start that fails."""
         pause = PAUSES_S[0]
         while True:
             replica.retire.clear()
