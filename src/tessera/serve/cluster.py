@@ -51,6 +51,7 @@ class Actor:
         logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the front logs every request
         site = build()
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
+        bound.listen()  # from here on connections wait; refused ones would count as a lost replica
         running = server.Server(server.configured(create(site), (key,)), site.service)
         threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
         return server.address(bound)
