@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from emitters import fast_flags
 
 from tessera.core.hardware import prepare_simulator
 from tessera.runtime.compilation import forget_programs
@@ -32,13 +33,19 @@ prepare_simulator()
 
 
 def pytest_configure(config):
-    """Register pytest-xdist's group mark, which does nothing without xdist, and disable LLVM's optimizations.
+    """Register pytest-xdist's group mark, which does nothing without xdist, and choose XLA's fastest compilation.
 
-    Most of the suite's time is compiling programs that run once, which takes half as long without optimizations. Child
-    processes and the exhaustive suite compile as users do.
+    Most of the suite's time is compiling programs that run once. LLVM's optimizations double that time, and so do XLA's
+    newer emitters of fusions, which lower them through MLIR. The exhaustive suite compiles as users do, and so do child
+    processes unless their results must equal this process's bit for bit.
     """
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
-    jax.config.update("jax_disable_most_optimizations", not config.getoption("--exhaustive"))
+    if config.getoption("--exhaustive"):
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:  # XLA reads the flags once, at its start; child processes must not
+        patch.setenv("XLA_FLAGS", fast_flags())
+        jax.devices()
 
 
 def pytest_addoption(parser):

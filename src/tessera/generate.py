@@ -18,11 +18,11 @@ from jaxtyping import Float
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require, require_programs
-from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, num_stripes, parse
+from tessera.core.mesh import build, check, local_devices, mesh_of, num_head_parts, num_stripes, parse
 from tessera.core.quant import STORED, check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.fetch import MODELS
+from tessera.models.fetch import SOURCES
 from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
@@ -105,7 +105,7 @@ class Model:
             check_tokens(row, self.config, f"tokens_BT[{index}]")
         batch, length = tokens.shape
         size = capacity_bucket(length)
-        num_bytes = 4 * batch * size * self.config.vocab_size // num_parts(mesh_of(self.params))
+        num_bytes = 4 * batch * size * self.config.vocab_size // num_head_parts(mesh_of(self.params))
         require(
             num_bytes, local_devices(self.params), f"logits of {batch} x {size} tokens", "score fewer tokens per call"
         )
@@ -365,10 +365,10 @@ def require_weights(source: Path, config: ModelConfig, weights: str | None, on: 
     kinds = {}
     if weights is not None:
         stored = stored_tensors(source, config)
-        check_forms(stored, config, source, weights, num_parts(on))
+        check_forms(stored, config, source, weights, num_head_parts(on))
         kinds = stored_kinds(stored) if weights == STORED else kinds
     types = Types(weights=weights or config.dtype, dtype=config.dtype, kinds=kinds)
-    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_parts(on))).values())
+    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_head_parts(on))).values())
     devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or quantised weights (int8, int4)")
     require_programs(num_bytes * len(devices), what)
@@ -426,6 +426,6 @@ def plan_path(source: str | os.PathLike) -> Path:
 
 def shipped_plan(source: str | os.PathLike) -> Path | None:
     """Return the path of the plan shipped for a fetched model, chosen by file name alone; None if there is none."""
-    names = {Path(model.member).name: name for name, model in MODELS.items()}
+    names = {Path(model.member).name: name for name, model in SOURCES.items()}
     name = names.get(Path(source).name)
     return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"

@@ -41,7 +41,7 @@ LONG = dataclasses.replace(
 ONE_ROW = dataclasses.replace(
     DECODE, num_queries=9, num_heads=4, spec=AttentionSpec(tile=32, query_tile=16), tags=("int8", "prefill")
 )
-# name -> kernel, workload, config beyond two splits (decode only)
+# name -> kernel, workload, config beyond two stages of 64 keys and, in decode, two splits; None: the smallest
 CASES = {
     "sparse, G of 1, short tiles": ("gpu_decode_sparse", DECODE, {}),
     "score, G of 3, cap": (
@@ -52,6 +52,25 @@ CASES = {
     "dense, G of 4, more blocks than stages": ("gpu_decode_dense", LONG, {"splits": 1}),
     "sparse, blocks of 128": ("gpu_decode_sparse", LONG, {"block_s": 128}),
     "prefill, up to one valid row": ("gpu_prefill_dense", ONE_ROW, None),
+    "sparse prefill, G of 3, cap": (
+        "gpu_prefill_sparse",
+        dataclasses.replace(ONE_ROW, num_heads=6, spec=AttentionSpec(tile=64, query_tile=16, softcap=2.0)),
+        None,
+    ),
+    "sparse prefill, two tiles a block": (
+        "gpu_prefill_sparse",
+        dataclasses.replace(
+            ONE_ROW,
+            num_queries=40,
+            batch=1,
+            q_start=(251,),
+            kv_len=(290,),
+            q_len=(39,),
+            fraction=0.9,
+            spec=AttentionSpec(tile=64, query_tile=32, window=200),
+        ),
+        {"rows": 64, "block_s": 128, "stages": 2},
+    ),
 }
 FAULTS = {
     "scales of keys and values swapped": lambda x: x[:, :, ::-1],
@@ -81,7 +100,8 @@ def excess(name: str, fault=None) -> float:
     """Run a case, with wrong scales if given; return its largest error in tolerances, by the right scales."""
     (kernel, _, sizes), (call, true, allowed) = CASES[name], truth(name)
     kernel = NAMED[kernel]
-    config = None if sizes is None else kernel.Config(**({"block_s": 64, "stages": 2, "splits": 2} | sizes))
+    least = {"block_s": 64, "stages": 2} | ({"splits": 2} if kernel.phase == "decode" else {})
+    config = None if sizes is None else kernel.Config(**(least | sizes))
     if fault is not None:
         wrong = fault(call.scales)
         call = call._replace(scales=np.where(np.isnan(call.scales) | np.isnan(wrong), call.scales, wrong))
@@ -139,7 +159,8 @@ def test_decode_takes_int8_keys_and_half_the_bytes(role, head_dim):
         ("gpu_decode_score", {"head_dim": 256}, "tile=16 must be at least 64 at head_dim=256 with int8 keys"),
         ("gpu_prefill_dense", {"num_queries": 512, "dtype": "float16"}, "dtype=float16"),
         ("gpu_prefill_score", {"num_queries": 512, "head_dim": 256}, "head_dim=256 with int8 keys"),
-        ("gpu_prefill_sparse", {"num_queries": 512}, "it reads keys in the queries' dtype, the call's are int8"),
+        ("gpu_prefill_sparse", {"num_queries": 512}, "tile=16 must be at least 64 with int8 keys"),
+        ("gpu_prefill_sparse", {"num_queries": 512, "head_dim": 256}, "head_dim=256 with int8 keys"),
     ],
 )
 def test_what_int8_keys_are_refused_is_said(name, change, reason):

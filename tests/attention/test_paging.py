@@ -1,29 +1,19 @@
-"""Keys and values in pages: the portable kernels equal contiguous ones, bit for bit, and the float64 oracle.
-
-All pages that no table lists hold NaN, and so do the null page, which fills the tables, and positions past kv_len.
-"""
+"""Keys and values in pages: the portable kernels equal contiguous ones, bit for bit, and the float64 oracle."""
 
 import dataclasses
-import functools
 import itertools
 
 import calls
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from paged_calls import check_against_oracle, contiguous, draw, paged, program, run
 
-from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection
 from tessera.attention.dispatch import KERNELS, attend
-from tessera.attention.workloads import Workload
 
-PAGED = [kernel for kernel in KERNELS if kernel.paged]
+PAGED = [kernel for kernel in KERNELS if kernel.paged and kernel.platform == "any"]
 BLOCKED = [kernel for kernel in PAGED if kernel.family != "reference"]
-NUM_KEYS, LENGTHS = 640, (250, 140, 0)
-"""Less than half of the keys are visible; else contiguous dense decode would run another program, `at_once`."""
-SHARED = 128
-"""Positions that sequences 0 and 1 share: one or two pages."""
 CELLS = (
     (("float32", 1, 64), ("int8", 4, 128)),
     (("float32", 3, 128), ("int8", 3, 64)),
@@ -43,127 +33,20 @@ def cells():
             yield pytest.param(kernel, *cell, id="-".join(map(str, (kernel.name, *cell))), marks=marks)
 
 
-TRUTHS = {}
-"""Answers by the identity of the cached call's queries."""
-
-
-@functools.cache
-def draw(role: str, phase: str, keys: str, groups: int, lengths=LENGTHS, **options) -> oracle.Call:
-    """Draw a contiguous call of ragged sequences whose first SHARED keys are those of sequence 0."""
-    num_queries = 1 if phase == "decode" else 20
-    spec = AttentionSpec(tile=16, query_tile=16, **options)
-    workload = Workload(
-        name="pages",
-        tags=(phase,),
-        batch=len(lengths),
-        num_queries=num_queries,
-        num_keys=NUM_KEYS,
-        num_heads=2 * groups,
-        num_kv_heads=2,
-        head_dim=16,
-        spec=spec,
-        q_start=tuple(max(length - num_queries, 0) for length in lengths),
-        kv_len=lengths,
-        q_len=tuple(min(length, num_queries) for length in lengths),
-        scaled=keys == "int8",
-    )
-    call = calls.make(workload, role, "float32", seed=groups)
-    for x in (call.k, call.v):
-        x[1, :SHARED] = x[0, :SHARED]
-    if call.scales is not None:
-        call.scales[1, ..., :SHARED] = call.scales[0, ..., :SHARED]
-    return call
-
-
-def paged(call: oracle.Call, page: int, *, shuffled: bool) -> KeyValues:
-    """Deal a contiguous call's keys into pages; sequences 0 and 1 share the pages of their first SHARED positions."""
-    batch, count = len(call.k), NUM_KEYS // page
-    pages = 1 + np.arange(batch * count).reshape(batch, count)
-    if shuffled:
-        pages = np.random.default_rng(page).permutation(3 * batch * count)[pages] + 1
-    pages[1, : SHARED // page] = pages[0, : SHARED // page]
-    for row, length in zip(pages, call.kv_len):
-        row[-(-length // page) :] = 0
-    size = 3 * batch * count + 1
-    heads, dim = call.k.shape[2:]
-    rng = np.random.default_rng(1)
-    pools = [np.full((size, heads, page, dim), np.nan, np.float32) for _ in "kv"]
-    if call.scales is not None:
-        pools = [rng.integers(-127, 128, pool.shape).astype(np.int8) for pool in pools]
-    scales = None if call.scales is None else np.full((size, heads, 2, page), np.nan, call.scales.dtype)
-    for b, j in np.ndindex(batch, count):
-        if pages[b, j] == 0:
-            continue
-        span = slice(j * page, (j + 1) * page)
-        for pool, x in zip(pools, (call.k, call.v)):
-            held, new = pool[pages[b, j]], np.swapaxes(x[b, span], 0, 1)
-            past = (
-                np.arange(j * page, (j + 1) * page) >= call.kv_len[b]
-            )  # of a shared page, another sequence's are kept
-            pool[pages[b, j]] = np.where(past[:, None], held, new)
-        if scales is not None:
-            held, new = scales[pages[b, j]], call.scales[b, ..., span]
-            scales[pages[b, j]] = np.where(past, held, new)
-    table = jnp.asarray(pages, jnp.int32)
-    return KeyValues(*map(jnp.asarray, pools), table, None if scales is None else jnp.asarray(scales))
-
-
-def contiguous(call: oracle.Call) -> KeyValues:
-    scales = None if call.scales is None else jnp.asarray(call.scales)
-    return KeyValues.of(jnp.asarray(call.k), jnp.asarray(call.v))._replace(scales=scales)
-
-
 def config(kernel, block_s: int):
     """Return small blocks of rows, and block_s keys per block."""
     sizes = {"block_s": block_s} if hasattr(calls.small_config(kernel), "block_s") else {}
     return dataclasses.replace(calls.small_config(kernel), **sizes)
 
 
-@functools.cache
-def program(kernel, spec: AttentionSpec, config):
-    def launch(q, kv, positions, selection):
-        return kernel.launch(q, kv, spec, positions, selection, config)
-
-    return jax.jit(launch)
-
-
-def run(kernel, call: oracle.Call, kv: KeyValues, block_s: int):
-    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
-    selection = None
-    if kernel.role == "sparse":
-        selection = Selection(jnp.asarray(call.tiles, jnp.int32), jnp.asarray(call.count, jnp.int32))
-    spec = calls.spec_of(call, kernel.role)
-    assert kernel.refusal(spec, kv.shapes(jnp.asarray(call.q), selection)) is None
-    out = program(kernel, spec, config(kernel, block_s))(jnp.asarray(call.q), kv, positions, selection)
-    return [np.asarray(x) for x in out if x is not None]
-
-
-def truth(call: oracle.Call) -> tuple[oracle.Answer, oracle.Answer]:
-    """Return the oracle's answer and the tolerance; kernels of one call share them."""
-    if id(call.q) not in TRUTHS:
-        answer = oracle.attend(call)
-        TRUTHS[id(call.q)] = answer, oracle.tolerance(call, answer, "float32")
-    return TRUTHS[id(call.q)]
-
-
-def check_against_oracle(call: oracle.Call, result, role: str) -> None:
-    answer, allowed = truth(call)
-    out, lse, *mass = result
-    seen = np.isfinite(answer.lse)
-    assert np.abs(out - answer.out).max() <= allowed.out
-    assert np.array_equal(np.isneginf(lse), ~seen)
-    assert np.abs(lse[seen] - answer.lse[seen]).max() <= allowed.lse
-    assert role != "score" or np.abs(mass[0] - answer.mass).max() <= allowed.mass
-
-
 @pytest.mark.parametrize(("kernel", "keys", "groups", "page"), list(cells()))
 def test_pages_equal_contiguous_keys_bit_for_bit(kernel, keys, groups, page):
     call = draw("sparse" if kernel.role == "sparse" else "dense", kernel.phase, keys, groups)
-    whole = run(kernel, call, contiguous(call), 128)
+    whole = run(kernel, call, contiguous(call), config(kernel, 128))
     if groups == 3:  # the others differ in nothing that concerns pages
-        check_against_oracle(call, whole, kernel.role)
+        check_against_oracle(call, whole, kernel)
     for shuffled in (False, True):
-        parts = run(kernel, call, paged(call, page, shuffled=shuffled), 128)
+        parts = run(kernel, call, paged(call, page, shuffled=shuffled), config(kernel, 128))
         assert [x.tobytes() for x in parts] == [x.tobytes() for x in whole]
 
 
@@ -178,7 +61,7 @@ def test_a_short_last_block_meets_the_oracle(kernel, options):
     call = draw(
         "sparse" if kernel.role == "sparse" else "dense", kernel.phase, "float32", 3, lengths=(640, 389, 513), **options
     )
-    check_against_oracle(call, run(kernel, call, paged(call, 128, shuffled=True), 256), kernel.role)
+    check_against_oracle(call, run(kernel, call, paged(call, 128, shuffled=True), config(kernel, 256)), kernel)
 
 
 @pytest.mark.parametrize("keys", ["int8", pytest.param("float32", marks=pytest.mark.exhaustive)])
@@ -226,9 +109,11 @@ def test_a_call_on_pages_is_checked_by_name():
     assert attend(q, small, q_start=jnp.array([28], jnp.int32)).out.shape == q.shape  # dense calls have no tiles
 
 
-def test_only_the_portable_kernels_read_pages():
-    assert {kernel.family for kernel in PAGED} == {"xla_decode", "xla_prefill", "reference"}
+def test_two_kernels_refuse_pages():
+    """cuDNN takes no page table, and the kernel of single keys, which compares, copies keys from contiguous rows."""
+    kernels = [kernel for kernel in KERNELS if not kernel.paged]
+    assert [kernel.name for kernel in kernels] == ["gpu_cudnn_dense", "gpu_keys_sparse"]
     shapes = KeyValues(jnp.zeros((3, 2, 16, 16)), None, jnp.zeros((1, 2), jnp.int32)).shapes(jnp.zeros((1, 1, 2, 16)))
-    for kernel in set(KERNELS) - set(PAGED):
+    for kernel in kernels:
         spec, lists = AttentionSpec(mass=kernel.role == "score"), 3 if kernel.role == "sparse" else None
         assert kernel.refusal(spec, shapes._replace(capacity=lists)) == "it reads contiguous keys, the call's are paged"

@@ -34,13 +34,14 @@ FLAGS = {
     + ("--system --system-prompt -sys --max-new-tokens --max-tokens --n-predict -n --parse-special").split(),
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
-        "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --exact --queue --dtype --cache "
-        "--weights --mesh --replicas --debug"
+        "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
+        "--queue --dtype --cache --weights --mesh --replicas --debug"
     ).split(),
     "load": (
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
         "--api-key-file --json --debug"
     ).split(),
+    "simulate": "--machine --day-hours --minutes --out --debug".split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --max-tokens --dtype --debug"
@@ -160,7 +161,7 @@ def test_subcommands_are_frozen(capsys):
 
 def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
-    from tessera.models.fetch import MODELS
+    from tessera.models.fetch import SOURCES
     from tessera.sparse.plan import HEADS
     from tessera.train.recipes import RECIPES
     from tessera.workbench import bench
@@ -174,7 +175,7 @@ def test_choices_are_those_of_the_library():
     assert typing.get_args(cli.Attention) == tuple(POLICIES)
     assert choices(cli.Calibrate, "tile") == TILES
     assert choices(cli.Calibrate, "heads") == HEADS
-    assert choices(cli.Fetch, "name") == tuple(MODELS)
+    assert choices(cli.Fetch, "name") == tuple(SOURCES)
     assert set(choices(cli.Train, "recipe")) == set(RECIPES)
     assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
     assert choices(cli.Tune, "method") == tuple(METHODS)

@@ -71,6 +71,31 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
     assert "Predicted" not in shown
 
 
+def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys):
+    """One line per reason, whether or not another pair fits; types that are only too large have none."""
+    assert cli.main("plan llama-3.1-8b --devices 16 --weights bfloat16 int8".split()) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("Refused: ") == 1
+    assert "Refused: weights bfloat16, int8 with cache int8: an int8 cache cannot be dealt over devices" in shown
+    config = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = f"plan {tmp_path} --length 512 --weights int4-g64 int8 --devices 2"
+    assert cli.main([*flags.split(), "--batch", "100000000"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("Refused: weights int4-g64 with cache bfloat16, int8: ") == shown.count("Refused: ") == 1
+    assert "Nothing fits. int8, int8: " in shown
+
+
+@pytest.mark.parametrize(("model", "said"), [("llama-3.2-1b", True), ("llama-3.2-3b", False)])
+def test_it_says_that_shares_are_of_wider_heads(model, said, capsys):
+    """llama-3.2-1b has heads of 64, llama-3.2-3b of 128."""
+    words = "share of peak of heads of 128: with heads of 64, prefill takes longer than predicted."
+    assert cli.main(f"plan {model} --weights bfloat16".split()) == 0
+    assert (words in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_a_narrow_terminal_cuts_no_figures_off(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     assert cli.main(LLAMA.split()) == 0

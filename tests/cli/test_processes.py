@@ -18,15 +18,17 @@ import numpy as np
 import processes_subject
 import pytest
 from addresses import free_address
-from tiny import CONFIG, save_tiny
+from tiny import CONFIG, random_params, save_tiny
 
 import tessera
 from tessera.cli import main as cli
 from tessera.core import processes
 from tessera.core.processes import join, place
-from tessera.models.checkpoint import files_digest
+from tessera.models.checkpoint import files_digest, save_folder
+from tessera.models.config import ModelConfig
 from tessera.models.families import render_config
 from tessera.models.tensor_file import write_file
+from tessera.models.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes, num_parameters
 
 SUBJECT = processes_subject.__file__
@@ -49,13 +51,30 @@ def start():
         process.communicate()
 
 
-def test_two_processes_answer_as_one(tmp_path, start):
-    folder = save_tiny(tmp_path / "model", replace(CONFIG, num_layers=1, num_heads=8, num_kv_heads=4))
-    command = ("-m", "tessera", "generate", "--model", folder, "--tokens", "-n", 3, "--coordinator", free_address())
+def save_coarse(folder: Path, config: ModelConfig) -> Path:
+    """Write a model of which int8 keeps only a few steps: in each row of o and down, the last weight is large.
+
+    That weight meets a zero, so the float model ignores it. A process that took the scales from its own columns alone
+    would keep more steps, and answer otherwise.
+    """
+    params = random_params(config)
+    layers = params.layers
+    layers.v[:, -config.head_dim :] = layers.up[:, -1] = 0
+    layers.o[..., -1] = layers.down[..., -1] = 10
+    save_folder(folder, params, config, byte_tokenizer())
+    return folder
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_two_processes_answer_as_one(tmp_path, start, weights):
+    config = replace(CONFIG, num_layers=1, num_heads=8, num_kv_heads=4)
+    folder = (save_coarse if weights else save_tiny)(tmp_path / "model", config)
+    command = ("-m", "tessera", "generate", "--model", folder, "--tokens", "-n", 4, "--coordinator", free_address())
+    command += ("--weights", weights) if weights else ()
     prompts = ["1 2 3", "7,8,9,10"]
     running = [start(*command, "--processes", 2, "--process", index, *prompts) for index in (0, 1)]
     done = [(*process.communicate(timeout=300), process.returncode) for process in running]
-    answers = tessera.load(folder).generate([[1, 2, 3], [7, 8, 9, 10]], max_new_tokens=3)
+    answers = tessera.load(folder, weights=weights).generate([[1, 2, 3], [7, 8, 9, 10]], max_new_tokens=4)
     text = "".join(f"--- {index}\n{' '.join(map(str, answer.tokens))}\n" for index, answer in enumerate(answers))
     assert done == [(text, "", 0), ("", "", 0)]
 

@@ -366,7 +366,7 @@ def test_a_question_that_the_document_does_not_answer_is_refused():
 def test_the_shipped_plan_is_found_for_the_fetched_file_after_the_one_next_to_it(settings, tmp_path, monkeypatch):
     """The shipped plan is found by the file's name, and refused for other weights; a plan next to the file wins."""
     model = load(settings.model)
-    [source] = fetch.MODELS.values()
+    [source] = fetch.SOURCES.values()
     assert generate.shipped_plan(tmp_path / Path(source.member).name).name == "smollm2.plan.json"
     assert generate.shipped_plan(tmp_path / "other.gguf") is None
     shipped = tmp_path / "shipped.json"

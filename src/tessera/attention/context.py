@@ -73,7 +73,7 @@ class Stripes(NamedTuple):
         return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
 
 
-def num_parts() -> int:
+def traced_stripes() -> int:
     """Count the devices that share each sequence's keys: the size of the mesh axis "context", or 1 without it."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
@@ -94,9 +94,9 @@ def attend(
     Raises:
         ValueError: T, S, the tile or the query tile does not fit the stripes, or the call has a window or pages.
     """
-    stripes = Stripes(spec.stripe, num_parts())
+    stripes = Stripes(spec.stripe, traced_stripes())
     check(q_BTNH.shape[1], kv, spec, stripes, sparse=selection is not None)
-    heads = parallel.AXIS if parallel.num_parts() > 1 else None
+    heads = parallel.AXIS if parallel.traced_head_parts() > 1 else None
     by_row, by_slot, by_head = P(None, AXIS, heads), P(None, heads, AXIS), P(None, heads)
     spec = replace(spec, stripe=None)
     if q_BTNH.shape[1] == 1:
@@ -149,8 +149,8 @@ def append(
     `layer` selects the layer of a stacked cache, and `width` is the stripe's width w. The caller must ensure that the
     positions fit, and that a chunk has w * C rows and starts at a multiple of w * C.
     """
-    stripes, decode = Stripes(width, num_parts()), rows.shape[2] == 1
-    heads = parallel.AXIS if parallel.num_parts() > 1 else None
+    stripes, decode = Stripes(width, traced_stripes()), rows.shape[2] == 1
+    heads = parallel.AXIS if parallel.traced_head_parts() > 1 else None
     lead = (None,) * (cache.ndim - 3)
 
     def write(cache, rows, q_start, layer):
@@ -251,10 +251,10 @@ def tile_masses(
     In prefill, the keys are gathered in order of position, and each device runs estimate(q, k, positions) for its rows.
     In decode, each device scores its keys exactly, and the devices exchange one maximum and one sum.
     """
-    stripes = Stripes(spec.stripe, num_parts())
+    stripes = Stripes(spec.stripe, traced_stripes())
     decode = q_BTNH.shape[1] == 1
     check(q_BTNH.shape[1], KeyValues(k_BKSH, k_BKSH), replace(spec, mass=True), stripes, sparse=False)
-    heads = parallel.AXIS if parallel.num_parts() > 1 else None
+    heads = parallel.AXIS if parallel.traced_head_parts() > 1 else None
 
     def own_rows(q, k, positions):
         first = jax.lax.axis_index(AXIS) * stripes.width

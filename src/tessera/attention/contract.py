@@ -105,7 +105,8 @@ class KeyValues(NamedTuple):
     def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
         """Return the static sizes and dtype of a call with these queries."""
         sizes = _shapes(q_BTNH, self.num_keys, self.k.shape[1], selection)
-        return sizes._replace(paged=self.pages is not None, scaled=self.scales is not None)
+        page = None if self.pages is None else self.k.shape[-2]
+        return sizes._replace(page=page, scaled=self.scales is not None)
 
 
 class AttentionOut(NamedTuple):
@@ -146,7 +147,7 @@ class Shapes(NamedTuple):
             of the keys, unused slots included.
         capacity: C, the length of a selection's list of tile ids; None without a selection. Unrelated to S.
         dtype: dtype of the queries.
-        paged: whether keys and values are stored in pages.
+        page: positions per page; None if keys and values are contiguous.
         scaled: whether keys and values are int8 with scales.
     """
 
@@ -158,8 +159,18 @@ class Shapes(NamedTuple):
     head_dim: int
     capacity: int | None
     dtype: str
-    paged: bool = False
+    page: int | None = None
     scaled: bool = False
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values are stored in pages."""
+        return self.page is not None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages per sequence, J; 0 if keys and values are contiguous."""
+        return 0 if self.page is None else self.num_keys // self.page
 
     @property
     def num_scores(self) -> int:

@@ -129,7 +129,7 @@ def attend(
         kernel = choose(spec, local, backend=backend, platform=platform)
         return kernel.launch(q, kv, spec, positions, selection, tuned.config(kernel, spec, local))
 
-    if spec.stripe is not None and context.num_parts() > 1:
+    if spec.stripe is not None and context.traced_stripes() > 1:
         return context.attend(run, q_BTNH, kv, spec, positions, selection)
     spec = replace(spec, stripe=None)
 

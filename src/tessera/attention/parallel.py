@@ -13,7 +13,7 @@ from tessera.attention.contract import AttentionOut, KeyValues, Shapes
 from tessera.core.mesh import HEADS as AXIS
 
 
-def num_parts() -> int:
+def traced_head_parts() -> int:
     """Count the devices that share the heads of the traced call: the size of the mesh axis "heads", or 1 without it."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
@@ -33,7 +33,7 @@ def local_shapes(shapes: Shapes) -> Shapes:
     Raises:
         ValueError: the number of KV heads is not a multiple of the number of devices.
     """
-    parts = num_parts()
+    parts = traced_head_parts()
     if shapes.num_kv_heads % parts:
         raise ValueError(
             f"num_kv_heads={shapes.num_kv_heads} must be a multiple of the {parts} devices that share them"
@@ -46,7 +46,7 @@ def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[...,
 
     On one device, return `launch` itself.
     """
-    if num_parts() == 1:
+    if traced_head_parts() == 1:
         return launch
     heads, by_head = P(None, None, AXIS), P(None, AXIS)
     keys = KeyValues(by_head, by_head, pages=P(), scales=by_head)

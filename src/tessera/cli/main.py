@@ -25,6 +25,7 @@ from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.serve import Serve
+from tessera.cli.simulate import Simulate
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.train import Train
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
@@ -262,6 +263,7 @@ COMMANDS = MappingProxyType(
         "chat": Chat,
         "serve": Serve,
         "load": Load,
+        "simulate": Simulate,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,

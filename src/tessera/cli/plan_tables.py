@@ -6,7 +6,7 @@ from rich.table import Table
 
 from tessera.models.weights import num_parameters
 from tessera.runtime.planner import Answer, Pair
-from tessera.runtime.roofline import Speed
+from tessera.runtime.roofline import DERIVED, HEAD_DIM, Speed
 
 GIB = 1 << 30
 WORDS = ("weights, cache", "reads", "bound by")
@@ -84,9 +84,17 @@ def _speed(speed: Speed) -> tuple[str, ...]:
 def _notes(answer: Answer) -> list[str]:
     q, lines = answer.question, []
     if answer.choice is None:
-        lines.append(f"Nothing fits. {_name(answer.pairs[-1])}: {answer.pairs[-1].why_not}.")
+        too_large = [f" {_name(pair)}: {pair.why_not}." for pair in answer.pairs if not pair.refused]
+        lines.append("Nothing fits." + "".join(too_large[-1:]))  # the narrowest types come last
     else:
         lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
+    lines += _refusals(answer)
+    if answer.choice is not None and q.chip in DERIVED and q.config.head_dim != HEAD_DIM:
+        doubt = "takes longer than predicted" if q.config.head_dim < HEAD_DIM else "may differ from the prediction"
+        lines.append(
+            f"Attention counts at the share of peak of heads of {HEAD_DIM}: with heads of {q.config.head_dim}, prefill "
+            f"{doubt}."
+        )
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
@@ -94,4 +102,17 @@ def _notes(answer: Answer) -> list[str]:
     if answer.sharing is not None:
         how = answer.sharing.explain(q.batch, min(q.chunk, q.length))
         lines.append(f"{how[0].upper()}{how[1:]}. The times assume that chunks are shared by heads.")
+    return lines
+
+
+def _refusals(answer: Answer) -> list[str]:
+    """Return a line per reason for which pairs are refused whatever the memory."""
+    found: dict[str, list[Pair]] = {}
+    for pair in answer.pairs:
+        if pair.refused:
+            found.setdefault(pair.refused, []).append(pair)
+    lines = []
+    for reason, pairs in found.items():  # a reason holds for every one of these weights with every one of these caches
+        weights, caches = (", ".join(dict.fromkeys(getattr(p, name) for p in pairs)) for name in ("weights", "cache"))
+        lines.append(f"Refused: weights {weights} with cache {caches}: {reason}.")
     return lines

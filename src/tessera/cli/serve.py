@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ BOUNDS = (
     ("context", 2, 2**31),
     ("pages", 1, 2**31),
     ("replicas", 1, 1024),
+    ("spill_gb", 0.001, 1e6),
 )
 """Smallest and largest values of flags."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -52,6 +54,12 @@ class Serve:
     pages: Omittable[int] = None
     """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
     most a quarter of the free memory on a CPU, and 80 % elsewhere."""
+    pin: Omittable[tuple[Path, ...]] = None
+    """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
+    spill: Omittable[Path] = None
+    """Folder for pages of the prefix cache that leave the memory; they survive a restart."""
+    spill_gb: float = 8.0
+    """Size that the folder may reach, in GB."""
     exact: bool = False
     """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
     queue: int = 64
@@ -91,7 +99,7 @@ class Serve:
         with bound:
             if self.replicas is not None:
                 return self.run_replicas(bound, keys)
-            site = self.site()
+            site = self.site(keys)
             server.run(site, bound, keys)
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
@@ -108,11 +116,12 @@ class Serve:
         shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
         source = resolve(named_model(self.named))
         tokenizer = read_tokenizer(source)
-        plan = None if self.plan is None else self.plan.resolve()
-        same = replace(self, path=os.path.abspath(source), model=None, plan=plan, name=self.served_name)
-        launcher = cluster.Cluster(same.site, count=self.replicas, chips=shape[0] * shape[1])
+        full = {name: None if (path := getattr(self, name)) is None else path.absolute() for name in ("plan", "spill")}
+        full["pin"] = None if self.pin is None else tuple(path.absolute() for path in self.pin)
+        same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
+        launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1])
         sizes = {"count": self.replicas, "margin": self.slots}
-        cluster.run(launcher, tokenizer, name=self.served_name, bound=bound, keys=keys, **sizes)
+        cluster.run(launcher, tokenizer, name=self.served_name, bound=bound, **sizes)
         return 0
 
     @property
@@ -139,13 +148,14 @@ class Serve:
             raise ValueError(f"{self.api_key_file} holds no key: write one per line")
         return keys
 
-    def site(self):
+    def site(self, keys: Sequence[str]):
         """Load the model and start the engine's thread."""
         from tessera.cli.model_commands import named_model
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
-        from tessera.serve.warm import context_that_fits, grammars_for, start
+        from tessera.serve.front import tenant_of
+        from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
         source = resolve(named_model(self.named))
         planned = self.plan is not None or locate_plan(source) is not None
@@ -154,6 +164,16 @@ class Serve:
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         grammars = grammars_for(model)
         context = context_that_fits(model, self.context)
-        sizes = {"slots": self.slots, "queue": self.queue, "pages": self.pages, "exact": self.exact}
-        service = start(model, context=context, **sizes)
+        paging = paging_for(model, slots=self.slots, context=context, pages=self.pages, exact=self.exact)
+        if self.spill is not None:
+            paging = replace(paging, spill=self.spill, spill_bytes=int(self.spill_gb * 1e9))
+        service = start(
+            model,
+            context=context,
+            slots=self.slots,
+            queue=self.queue,
+            paging=paging,
+            pins=pinned(model, self.pin or ()),
+            tenants=[tenant_of(key) for key in keys] or [""],
+        )
         return Site(model=model, name=self.served_name, service=service, context=context, grammars=grammars)

@@ -129,6 +129,8 @@ class GpuGates:
 
     kernel: str = ""
     """Run only kernels whose name contains this text."""
+    keys: str = ""
+    """Run only cases whose keys are stored in this way: "int8", "pages"; all cases if empty."""
     out: Path = Path("build/gpu-gates.jsonl")
     """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
@@ -234,6 +236,26 @@ class Fusions:
         return _module("fusions").study(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Compare memory and time of a decode and a training step by donation, recomputation and precision."""
+
+    out: Path = Path("build/step-memory.jsonl")
+    """File that stores finished steps, for resuming."""
+    limit_s: float = 900.0
+    """Seconds after which a compile for a TPU is killed."""
+    list: bool = False
+    """Print the steps that are left and exit."""
+    report: bool = False
+    """Append a record per step, form and device to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile and time the missing steps, or append the records; return 1 if a step does not compile."""
+        return _module("memory").study(self)
+
+
 STUDIES = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
@@ -244,6 +266,7 @@ STUDIES = {
     "fuzz": Fuzz,
     "planner": Planner,
     "fusions": Fusions,
+    "memory": Memory,
 }
 
 

@@ -145,12 +145,22 @@ def _first_leaf(tree: Any) -> Any:
 
 def num_stripes(mesh: Mesh | None) -> int:
     """Count the devices along "context", which share each sequence's keys in stripes (`attention.context`)."""
-    return 1 if mesh is None else mesh.shape[CONTEXT]
+    return _along(mesh, CONTEXT)
 
 
-def num_parts(mesh: Mesh | None) -> int:
+def num_head_parts(mesh: Mesh | None) -> int:
     """Count the devices along "heads", which share the heads."""
-    return 1 if mesh is None else mesh.shape[HEADS]
+    return _along(mesh, HEADS)
+
+
+def _along(mesh: Mesh | None, axis: str) -> int:
+    """Return the size of an axis; raise ValueError for a mesh of training, which would not share a running model."""
+    if mesh is not None and axis not in mesh.shape:
+        raise ValueError(
+            f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, by which devices share a running "
+            "model: save weights that were trained on it, and load them with mesh=N"
+        )
+    return 1 if mesh is None else mesh.shape[axis]
 
 
 def local_devices(tree: Any) -> list[jax.Device]:

@@ -109,7 +109,7 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
     """Return the real model's settings; if it cannot be fetched, the embedded model's and a sentence that says why."""
     try:
-        console.print(f"[bold]Tessera demo[/bold]: {fetch.MODELS['smollm2'].words}", highlight=False)
+        console.print(f"[bold]Tessera demo[/bold]: {fetch.SOURCES['smollm2'].words}", highlight=False)
         return reading.Settings(model=fetch.fetch("smollm2")), ""
     except (OSError, ValueError) as error:
         missing = (

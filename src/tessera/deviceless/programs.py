@@ -85,7 +85,8 @@ def attention_call(
 
     `about` holds the kernel's "executions" and "settings". q arrives head-major: in the model's own program, the fusion
     that applies the rotary embedding writes q in this layout for kernels that request it. K and V arrive head-major, as
-    the cache stores them. out is returned as [B,T,N*H], as the output projection reads it.
+    the cache stores them, or as pools of pages (`shapes.page`). out is returned as [B,T,N*H], as the output projection
+    reads it.
 
     Args:
         kernel, spec, shapes: the call.
@@ -102,8 +103,11 @@ def attention_call(
     dtype = jnp.dtype(s.dtype)
     lead = (s.num_queries, s.num_heads) if token_major else (s.num_heads, s.num_queries)
     query = jax.ShapeDtypeStruct((s.batch, *lead, s.head_dim), dtype)
-    cache = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.num_keys, s.head_dim), jnp.int8 if s.scaled else dtype)
-    scales = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, 2, s.num_keys), jnp.bfloat16) if s.scaled else None
+    # a pool holds the pages of all sequences and the null page
+    rows, slots = (s.batch, s.num_keys) if s.page is None else (s.batch * s.num_pages + 1, s.page)
+    cache = jax.ShapeDtypeStruct((rows, s.num_kv_heads, slots, s.head_dim), jnp.int8 if s.scaled else dtype)
+    scales = jax.ShapeDtypeStruct((rows, s.num_kv_heads, 2, slots), jnp.bfloat16) if s.scaled else None
+    pages = jax.ShapeDtypeStruct((s.batch, s.num_pages), jnp.int32) if s.paged else None
     positions = Positions(*[jax.ShapeDtypeStruct((s.batch,), jnp.int32)] * 3)
     selection = None
     if s.capacity is not None:
@@ -112,13 +116,13 @@ def attention_call(
             jax.ShapeDtypeStruct((*lead, s.capacity), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32)
         )
 
-    def call(q, k, v, positions, selection, scales=None):
+    def call(q, k, v, positions, selection, scales=None, pages=None):
         q_BTNH = q if token_major else jnp.swapaxes(q, 1, 2)
-        result = found.launch(q_BTNH, KeyValues(k, v, scales=scales), spec, positions, selection, settings)
+        result = found.launch(q_BTNH, KeyValues(k, v, pages, scales), spec, positions, selection, settings)
         return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
-    arguments = (query, cache, cache, positions, selection, *([scales] if s.scaled else []))
+    arguments = (query, cache, cache, positions, selection, *([scales, pages] if s.scaled or s.paged else []))
     return call, arguments, {"executions": executions, "settings": str(settings)}
 
 

@@ -56,8 +56,16 @@ class Cache(NamedTuple):
     @property
     def num_keys(self) -> int:
         """Positions per sequence that the cache has room for."""
-        slots = (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
-        return slots if self.pages is None else slots * self.pages.shape[1]
+        return self._slots if self.pages is None else self._slots * self.pages.shape[1]
+
+    @property
+    def page(self) -> int | None:
+        """Positions per page; None if the cache is contiguous."""
+        return None if self.pages is None else self._slots
+
+    @property
+    def _slots(self) -> int:
+        return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
 
 
 def check_contiguous(cache: Cache) -> None:
@@ -148,7 +156,7 @@ def append(
     The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    if stripe is not None and context.num_parts() > 1:
+    if stripe is not None and context.traced_stripes() > 1:
         return context.append(cache, rows, q_start, layer, stripe)
     return _write(cache, rows, q_start, layer, axis=1)
 
@@ -169,7 +177,7 @@ def append_pages(
     without a token.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
-    num_rows, page = k.shape[1], (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-2]
+    num_rows, page = k.shape[1], cache.page
     run = gcd(num_rows, page)
     first = jnp.arange(0, num_rows, run, dtype=jnp.int32)
     position = q_start[:, None] + first

@@ -24,12 +24,12 @@ from jax.sharding import Mesh
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
-from tessera.core.mesh import keep, mesh_of, num_parts, program, sharding
+from tessera.core.mesh import keep, mesh_of, num_head_parts, program, sharding
 from tessera.core.quant import STORED, Quantised, has_quantised
 from tessera.models import catalogue
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
-from tessera.models.fetch import MODELS, fetched
+from tessera.models.fetch import SOURCES, fetched
 from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_rows
 from tessera.models.gguf_model import gguf_config, gguf_tensors
 from tessera.models.gguf_stored import FLOATS
@@ -93,13 +93,13 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
     if path.is_dir() or path.is_file():
         return path
     name = str(name)
-    if name in MODELS:
+    if name in SOURCES:
         return fetched(name)
     if path.exists() or name.lower().endswith(".gguf") or not re.fullmatch(HUB_ID, name):
         problem = "is neither a folder nor a file" if path.exists() else "does not exist"
         raise ValueError(
             f"model {name!r} {problem}: pass a Hugging Face folder, a GGUF file, a hub id like 'owner/name', or "
-            f"{' or '.join(map(repr, MODELS))}"
+            f"{' or '.join(map(repr, SOURCES))}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -208,7 +208,7 @@ def load_params(
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
     if weights is not None:  # a mesh for training has other axes, and takes floats alone
-        check_forms(stored, config, folder, weights, num_parts(mesh))
+        check_forms(stored, config, folder, weights, num_head_parts(mesh))
 
     def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array | Quantised:
         tensors = {name: stored[name] for name in names}

@@ -104,7 +104,7 @@ def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: Mode
     shapes = Shapes(*rows, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, dtype)
     if cache is None:
         return shapes
-    return shapes._replace(scaled=cache.scales is not None, paged=cache.pages is not None)
+    return shapes._replace(scaled=cache.scales is not None, page=cache.page)
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:

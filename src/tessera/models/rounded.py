@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tessera.core.mesh import num_parts, sharding
+from tessera.core.mesh import num_head_parts, sharding
 from tessera.core.quant import SAMPLE, Form, Quantised, arrays_of, pack, round_rows
 from tessera.models.gguf_stored import BLOCK, KINDS, read_stored
 from tessera.models.parts import Box, Reader, aligned_empty, box_of, overlap
@@ -121,7 +121,7 @@ def load_quantised(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     packed = platform == "cpu" and form.bits == 4
     parts, samples = read_parts(read, tensors, boxes.values(), form=form, kept=kept, packed=packed)
-    axes, shared = quantised_axes(weight, form), input_parts(weight, num_parts(mesh))
+    axes, shared = quantised_axes(weight, form), input_parts(weight, num_head_parts(mesh))
 
     def place(name: str, held: Mapping[Any, np.ndarray]) -> jax.Array:
         """Put arrays [L,...] on their devices, as one array."""

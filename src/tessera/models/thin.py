@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tessera.attention.parallel import num_parts
+from tessera.attention.parallel import traced_head_parts
 
 FEW_ROWS = 4
 """Maximum rows of a product on CPU that takes no longer than reading the matrix."""
@@ -28,7 +28,7 @@ def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:
     (count, inputs), outputs = x.shape, weight.shape[0]
     rows = max(count + count % 2, 2) if x.dtype.itemsize >= 4 else max(count, NARROW_ROWS)
     x = jnp.pad(x, ((0, rows - count), (0, 0)))
-    if outputs % BLOCKS or num_parts() > 1:
+    if outputs % BLOCKS or traced_head_parts() > 1:
         return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)[:count]
     blocks = weight.reshape(BLOCKS, outputs // BLOCKS, inputs)
     x = jnp.broadcast_to(x, (BLOCKS, rows, inputs))

@@ -160,7 +160,7 @@ def abstract_params(
         held = {name: array(x.shape, axes[name], x.dtype, lead) for name, x in arrays_of(*shape, form).items()}
         return Quantised(
             **held, kind=form.kind, group=form.group, rounds_rows=form.rounds_rows,
-            shared=input_parts(weight, mesh.num_parts(on)), float_dtype=dtype.name,
+            shared=input_parts(weight, mesh.num_head_parts(on)), float_dtype=dtype.name,
         )  # fmt: skip
 
     def layer(lead: tuple[int, ...] = ()) -> Layer:

@@ -20,14 +20,12 @@ import jax
 from tessera.core import interrupt
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.models.pages import Pages
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.choosing import fail
 from tessera.runtime.lane import Lane
 from tessera.runtime.paged_lane import PagedLane
 from tessera.runtime.pool import Paging, Pool
-from tessera.runtime.prefix import Prefix
 from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
 from tessera.runtime.step import Session, require_room
@@ -207,6 +205,26 @@ class Engine:
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
+    def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
+        """Compute a prefix, and keep its full pages for as long as the engine lives; return their positions.
+
+        Raises:
+            ValueError: the engine has no pages, or the prefix is empty or too long.
+            MemoryError: the pool is too small.
+        """
+        if self.paging is None:
+            raise ValueError("paging=None: only an engine with pages can pin a prefix")
+        self.submit(Request(prompt=tokens, max_new_tokens=1, tenant=tenant))
+        for _ in self.drain():
+            pass
+        return self.lanes[self.policy].pin(tokens, tenant)
+
+    def close(self) -> None:
+        """Write the prefix cache to disk, if the engine has a folder for it."""
+        for lane in self.lanes.values():
+            if isinstance(lane, PagedLane):
+                lane.close()
+
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
         """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
 
@@ -277,5 +295,4 @@ class Engine:
 
     def _open_pool(self) -> PagedLane:
         pool = Pool(self.params, self.config, self.policy, context=self.num_keys, paging=self.paging, cache=self.cache)
-        prefix = Prefix(Pages(self.paging.num_pages, self.paging.page), pool.salt())
-        return PagedLane(pool, prefix, slots=self.slots, lag=self.lag)
+        return PagedLane(pool, slots=self.slots, lag=self.lag)

@@ -31,10 +31,10 @@ from tessera.runtime.choosing import (
     warm_choices,
 )
 from tessera.runtime.pool import Pool
-from tessera.runtime.prefix import Prefix
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
+from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy, Reads
 
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
@@ -88,13 +88,16 @@ class PagedLane:
 
     Args:
         pool: the pool, empty.
-        prefix: which pages hold which tokens.
         slots: maximum number of requests that run.
         lag: steps that the device runs ahead of the host.
+
+    Attributes:
+        prefix: which pages hold which tokens.
+        preempted: requests that gave way so far.
     """
 
-    def __init__(self, pool: Pool, prefix: Prefix, *, slots: int, lag: int):
-        self.pool, self.prefix, self.lag = pool, prefix, lag
+    def __init__(self, pool: Pool, *, slots: int, lag: int):
+        self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
         self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
@@ -144,6 +147,16 @@ class PagedLane:
         """Refuse: the prefix cache keeps every prompt's keys, so nobody needs to hold any."""
         raise ValueError("an engine with pages keeps every prefix by itself: submit requests without `held`")
 
+    def pin(self, tokens: Sequence[int], tenant: str) -> int:
+        """Keep the full pages of a prompt that has just been computed; return their positions."""
+        hashes = self.prefix.hashes(tokens, tenant)
+        self.prefix.pin(hashes)
+        return len(hashes) * self.pool.paging.page
+
+    def close(self) -> None:
+        """Write the prefix cache to disk, if it has a folder."""
+        self.prefix.close()
+
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
         """Run every program of an empty lane once; return their number."""
         methods, mesh, slots = tuple(methods), self.pool.mesh, len(self.slots)
@@ -191,7 +204,8 @@ class PagedLane:
         if not (free and self.waiting):
             return
         known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
-        for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()]):
+        prefill = [row.work for row in self._running if row.prefilling]
+        for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()], prefill):
             if not free:
                 return
             row = known[work.id]

@@ -18,7 +18,7 @@ from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, f
 from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
-from tessera.runtime.roofline import Question, Speed, layer_parameters, speed
+from tessera.runtime.roofline import HEAD_DIM, Question, Speed, layer_parameters, speed
 from tessera.runtime.spread import Sharing
 
 WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "int4-g128", "int4")
@@ -36,7 +36,8 @@ class Pair:
     Attributes:
         parts: bytes on one device during a prefill chunk or a decode step, whichever takes more.
         usable_bytes: memory of one device that programs can use.
-        why_not: why the pair does not fit; empty if it fits.
+        refused: why the devices cannot share the model in these types, whatever the memory; empty if they can.
+        why_not: why the pair does not fit: `refused`, or what takes too much memory; empty if it fits.
         longest: longest context, in tokens, that fits at the question's batch; 0 if none does.
         largest: largest batch that fits at the question's length; 0 if none does.
         dense, kascade: predicted times under dense and under Kascade attention.
@@ -47,6 +48,7 @@ class Pair:
     parts: Footprint
     usable_bytes: float
     fits: bool
+    refused: str
     why_not: str
     longest: int
     largest: int
@@ -81,6 +83,8 @@ class Answer:
             **{name: getattr(q, name) for name in ("chip", "devices", "batch", "length", "chunk")},
             "mesh": asdict(self.division),
             "parameters": num_parameters(q.config),
+            "head_dim": q.config.head_dim,
+            "shares_head_dim": HEAD_DIM,
             "first_choice": None if choice is None else {"weights": choice.weights, "cache": choice.cache},
             "pairs": pairs,
             "exchange": exchange,
@@ -150,6 +154,7 @@ def _pair(q: Question, types: Types, refused: str) -> Pair:
         parts=found,
         usable_bytes=usable,
         fits=good,
+        refused=refused,
         why_not="" if good else refused or _why_not(found, usable),
         longest=0 if refused else _most(lambda size: fits(peak(q, types, length=size), usable)),
         largest=0 if refused else _most(lambda size: fits(peak(q, types, batch=size), usable)),

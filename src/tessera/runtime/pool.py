@@ -9,6 +9,7 @@ a function of the model, the policy and the tokens up to the page's end, and seq
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -39,6 +40,8 @@ class Paging:
             cross-over is rounded up to a multiple.
         sizes: rows of the prefill programs, descending multiples of the unit.
         batches: sequences of the decode programs, ascending.
+        spill: folder for pages of the prefix cache that leave the memory; None drops them. See `Spill`.
+        spill_bytes: bytes that the folder may hold.
     """
 
     num_pages: int
@@ -46,6 +49,8 @@ class Paging:
     unit: int = 64
     sizes: tuple[int, ...] = (512, 64)
     batches: tuple[int, ...] = (1, 4, 16)
+    spill: Path | None = None
+    spill_bytes: int = 8 << 30
 
     def __post_init__(self):
         if self.page < 1 or self.unit % self.page:

@@ -98,7 +98,7 @@ class Prefix:
         self._held: dict[bytes, _Held] = {}
         self._hash: dict[int, bytes] = {}  # by page
         self._pins: Counter[bytes] = Counter()
-        self._forgotten: set[bytes] = set()
+        self._withdrawn: dict[int, bytes] = {}  # hashes of bad pages that may still be in use
 
     @property
     def num_cached(self) -> int:
@@ -117,6 +117,10 @@ class Prefix:
 
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._held
+
+    def held(self) -> list[tuple[bytes, int]]:
+        """List hash and page of every published page, parents before the pages that continue them."""
+        return [(name, held.page) for name, held in self._held.items()]
 
     def hashes(self, tokens: Sequence[int] | np.ndarray, tenant: str = "") -> list[bytes]:
         """Return the hash of each full page of a sequence. Different tenants never share a page.
@@ -155,7 +159,8 @@ class Prefix:
         """Offer a page that prefill wrote in full, and return the page that the caller uses from now on.
 
         If another page holds the hash, the caller becomes a user of that one and `page` is released. If the parent is
-        not held, or the hash was forgotten, `page` stays private: the page was computed from keys that are gone or bad.
+        not held, or a bad page of this hash is still in use, `page` stays private: it, or what its users publish next,
+        may be computed from bad keys.
 
         Args:
             hash, parent: the page's hash and the one before it; None for a sequence's first page.
@@ -173,9 +178,10 @@ class Prefix:
             self.pages.share([held.page])
             self.pages.release([page])
             return held.page
-        if hash in self._forgotten or (parent is not None and parent not in self._held):
+        if self._is_bad(hash) or (parent is not None and parent not in self._held):
             return page
         self.pages.seal([page])
+        self.pages.share([page] * self._pins[hash])
         self._held[hash] = _Held(page, parent)
         self._hash[page] = hash
         if parent is not None:
@@ -201,18 +207,21 @@ class Prefix:
                     self._on_evict(self._hash[page], page)
                 self._drop(self._hash[page])
                 self.pages.evict([page])
-        return self.pages.allocate(count)
+        taken = self.pages.allocate(count)
+        for page in taken:
+            self._withdrawn.pop(page, None)
+        return taken
 
     def forget(self, pages: Iterable[int]) -> list[bytes]:
         """Withdraw pages whose contents are bad (NaN), and all that continue them; return their hashes.
 
-        No later `publish` brings these back. Sequences that use a withdrawn page keep it until they release it. Pages
-        that were never published are skipped.
+        A withdrawn page is never matched again. Sequences that use it keep it until they release it; no page is
+        published under its hash before that, so nothing that they compute from it enters the cache. Pages that were
+        never published are skipped.
         """
         withdrawn = []
         for page in pages:
             if page in self._hash:
-                self._forgotten.add(self._hash[page])
                 gone = self._with_descendants(self._hash[page])
                 logger.warning("prefix cache: withdrew page %s and the %s that continue it", page, len(gone) - 1)
                 for name in reversed(gone):
@@ -220,31 +229,26 @@ class Prefix:
                 withdrawn += gone
         return withdrawn
 
-    def pin(self, hashes: Sequence[bytes]) -> None:
-        """Keep held pages until as many calls of `unpin`: a pin is a user of each page.
-
-        Raises:
-            ValueError: a hash is not held; nothing is pinned.
-        """
-        for index, name in enumerate(hashes):
-            if name not in self._held:
-                raise ValueError(f"cannot pin page {index} of {len(hashes)}: it is not held; prefill them first")
-        self.pages.share([self._held[name].page for name in hashes])
-        self._pins.update(hashes)
+    def pin(self, hashes: Iterable[bytes]) -> None:
+        """Never evict these pages until as many calls of `unpin`. A page not held is pinned when it is published."""
+        for name in hashes:
+            self._pins[name] += 1
+            if name in self._held:
+                self.pages.share([self._held[name].page])
 
     def unpin(self, hashes: Sequence[bytes]) -> None:
-        """Take back one `pin` of each hash. The pin of a withdrawn page has already ended.
+        """Take back one `pin` of each hash.
 
         Raises:
-            ValueError: a hash is held but not pinned; nothing is unpinned.
+            ValueError: a hash is not pinned; nothing is unpinned.
         """
         for index, name in enumerate(hashes):
-            if name in self._held and not self._pins[name]:
+            if not self._pins[name]:
                 raise ValueError(f"cannot unpin page {index} of {len(hashes)}: it is not pinned")
-        kept = [name for name in hashes if name in self._held]
-        self.pages.release([self._held[name].page for name in kept][::-1])  # children first, as `_victims` takes them
-        self._pins.subtract(kept)
-        self._pins += Counter()  # drop zeros
+        self._pins -= Counter(hashes)  # drops zeros
+        for name in reversed(hashes):  # children first, as `_victims` takes them
+            if name in self._held:
+                self.pages.release([self._held[name].page])
 
     def _victims(self, count: int) -> list[int]:
         """List up to `count` cached pages in the order of eviction: the longest unused page that no held one continues.
@@ -275,12 +279,17 @@ class Prefix:
         return found
 
     def _withdraw(self, name: bytes) -> None:
-        """End the pins of a page that no held page continues; it becomes free when its last user releases it."""
+        """Drop a bad page that no held page continues; it becomes free when its last user releases it."""
         page = self._held[name].page
         self._drop(name)
         self.pages.discard([page])
-        for _ in range(self._pins.pop(name, 0)):
+        self._withdrawn[page] = name
+        for _ in range(self._pins[name]):
             self.pages.release([page])
+
+    def _is_bad(self, name: bytes) -> bool:
+        """Return whether a sequence still uses a withdrawn page of this hash."""
+        return any(each == name and self.pages.references(page) for page, each in self._withdrawn.items())
 
     def _drop(self, name: bytes) -> None:
         """Remove a hash that no held page continues."""

@@ -63,9 +63,13 @@ SHARES: Mapping[str, Shares] = MappingProxyType(
     }
 )
 """Chip -> shares; none is measured. Shares of attention come from the compiler's schedules of a prefill of 131,072
-tokens that reads a tenth of the keys (evidence/tpu-figures.jsonl). Shares of products on v5e and v6e come from the
-compiler's schedules of steps of an 8B model (evidence/tpu-steps.jsonl). All others are assumed: products on v5p and
-v7x, and every share of v4, h100 and h200."""
+tokens that reads a tenth of the keys, with heads of HEAD_DIM (evidence/tpu-figures.jsonl). Shares of products on v5e
+and v6e come from the compiler's schedules of steps of an 8B model (evidence/tpu-steps.jsonl). All others are assumed:
+products on v5p and v7x, and every share of v4, h100 and h200."""
+
+HEAD_DIM = 128
+"""Head dim of the schedules behind SHARES. Other head dims take the same shares; narrower heads fill less of the matrix
+unit, so that their prefill takes longer than predicted (LOG.md has llama-3.2-1b, with heads of 64)."""
 
 DERIVED = ("v5e", "v5p", "v6e", "v7x")
 """Chips whose attention shares come from the compiler's schedules."""

@@ -9,8 +9,8 @@ Requests are ordered by the rule of Moore and Hodgson, which on one machine make
 deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
 requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
 
-Each tenant has a virtual time, the tokens computed for it. A tenant that is more than `burst` tokens ahead of the
-active tenant with the least goes after the others. An idle tenant saves nothing: when it comes back, it starts at the
+Each tenant has a virtual time, the tokens computed for it. Tenants that are ahead of the active tenant with the least
+go after it, by whole multiples of `burst` tokens. An idle tenant saves nothing: when it comes back, it starts at the
 least virtual time of the active ones (Start-time Fair Queueing, Goyal et al. 1996).
 """
 
@@ -22,6 +22,9 @@ from typing import Literal, Protocol, Self, get_args
 from tessera.core.shapes import ceil_div
 
 Policy = Literal["edf", "fcfs"]
+
+HORIZON = 4
+"""Largest prefill steps ahead of which requests get rows: enough that the next steps are always full."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,7 +129,7 @@ class Scheduler:
         policy: "edf" is the rule above. "fcfs" is for comparison: first come, first served, chunks of the largest size.
         ageing: every so many decisions, the oldest late request goes first.
         patience: decode steps in a row without prefill, at most, while a prompt waits.
-        burst: tokens that a tenant may be ahead of others before it goes after them.
+        burst: tokens by which tenants may differ before those ahead go after the others.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -140,7 +143,7 @@ class Scheduler:
         sizes: Sequence[int],
         step_s: float,
         policy: Policy = "edf",
-        ageing: int = 8,
+        ageing: int = 16,
         patience: int = 4,
         burst: int = 1 << 18,
     ):
@@ -151,8 +154,8 @@ class Scheduler:
         for name, value, least in (("unit", unit, 1), ("ageing", ageing, 2), ("patience", patience, 0)):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        if not step_s > 0 or burst < 0:
-            raise ValueError(f"{step_s=} must be positive and {burst=} not negative")
+        if not step_s > 0 or burst < 1:
+            raise ValueError(f"{step_s=} must be positive and {burst=} at least 1")
         self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
@@ -173,7 +176,7 @@ class Scheduler:
             return []
         left, shares = self.sizes[-1], []
         for work in self._order("chunk", now_s, prefill):
-            count = min(left, ceil_div(max(work.prompt_tokens - work.position, 1), self.unit))
+            count = min(left, self._segments(work))
             shares.append((work, count))
             left -= count
             if not left:
@@ -183,10 +186,28 @@ class Scheduler:
         self._without = 0 if shares else self._without + 1
         return shares
 
-    def admit(self, now_s: float, waiting: Sequence[Work]) -> list[Work]:
-        """Return the waiting requests in the order in which they should get rows."""
-        self._see("admit", waiting)
-        return self._order("admit", now_s, waiting)
+    def admit(self, now_s: float, waiting: Sequence[Work], prefill: Sequence[Work] = ()) -> list[Work]:
+        """Return the waiting requests in the order in which they should get rows.
+
+        If `prefill`, the prompts that have rows, is given too, return only requests that `chunk` would compute within
+        HORIZON of its largest steps, so that no request holds a row and pages long before its turn.
+        """
+        if not waiting:
+            return []
+        both = (*waiting, *prefill)
+        self._see("admit", both)
+        ordered = self._order("admit", now_s, both)
+        if not prefill:
+            return ordered
+        inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
+        found = []
+        for work in ordered:
+            if left <= 0:
+                break
+            left -= self._segments(work)
+            if id(work) not in inside:
+                found.append(work)
+        return found
 
     def victim(self, running: Sequence[Work]) -> Work:
         """Return who gives way when pages run out: the latest deadline, but not the oldest unless it is alone.
@@ -203,6 +224,9 @@ class Scheduler:
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
         self._served[work.tenant] = self._served.get(work.tenant, 0.0) + tokens
+
+    def _segments(self, work: Work) -> int:
+        return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
 
     def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int]) -> list[tuple[Work, int]]:
         """Cut the shares to the largest size whose step takes at most step_s."""
@@ -222,9 +246,11 @@ class Scheduler:
         behind: list[Work] = []
         ordered: list[Work] = []
         ends_s = now_s
-        for ahead in (False, True):  # tenants that are ahead of others go after them
-            group = [work for work in works if (self._served[work.tenant] > least + self.burst) == ahead]
-            timely, late, ends_s = self._timely(ends_s, group)
+        levels: dict[int, list[Work]] = {}  # by bursts that the tenant is ahead
+        for work in works:
+            levels.setdefault(int((self._served[work.tenant] - least) // self.burst), []).append(work)
+        for level in sorted(levels):
+            timely, late, ends_s = self._timely(ends_s, levels[level])
             ordered += timely + late
             behind += late
         if behind:

@@ -23,7 +23,7 @@ from tessera.attention import context
 from tessera.attention.contract import TILES, Positions
 from tessera.core import interrupt, quant
 from tessera.core.memory import require
-from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, num_stripes, program, put
+from tessera.core.mesh import keep, local_devices, mesh_of, num_head_parts, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, check_contiguous, init_cache, keep_split
 from tessera.models.config import ModelConfig
@@ -59,7 +59,7 @@ def allocate(
 def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
     check_contiguous(cache)
-    parts = 1 if stripe is None else context.num_parts()
+    parts = 1 if stripe is None else context.traced_stripes()
 
     def pad(x: Array, axis: int) -> Array:  # each device enlarges its own part
         lead, held, rest = x.shape[:axis], x.shape[axis], x.shape[axis:][1:]
@@ -402,7 +402,7 @@ def stripe_rows(query_tile: int, parts: int) -> int:
 def sharing(params: Params, config: ModelConfig) -> Sharing:
     """Return the sizes that decide whether the devices of the weights' mesh share a chunk by heads or by rows."""
     layer_bytes = sum(map(quant.num_bytes, jax.tree.leaves(params.layers))) // config.num_layers
-    devices = num_parts(mesh_of(params))
+    devices = num_head_parts(mesh_of(params))
     return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
 
 
@@ -412,7 +412,7 @@ def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: i
     See `Sharing.chunk`. On each device, the chunk's activations take at most as many bytes as the weights.
     """
     mesh = mesh_of(params)
-    if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
+    if num_head_parts(mesh) == 1 or num_stripes(mesh) > 1:
         return None
     rows = device_bytes(params) // row_bytes(config, params.embed.dtype.itemsize)
     return sharing(params, config).chunk(batch=batch, num_keys=num_keys, unit=unit, rows_per_device=rows)
@@ -430,7 +430,7 @@ def require_room(
 ) -> None:
     """Raise MemoryError unless every device has room for the cache and for one chunk of a prompt of `num_tokens`."""
     mesh, devices = mesh_of(params), local_devices(params)
-    parts, stripes = num_parts(mesh), num_stripes(mesh)
+    parts, stripes = num_head_parts(mesh), num_stripes(mesh)
     sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "cache": cache}
     dtype, host = params.embed.dtype, devices[0].platform == "cpu"
     held = needed(config, dtype=str(dtype), host=host, division=Division(heads=parts, context=stripes), **sizes)

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tessera.generate import Model
 from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
 from tessera.runtime.requests import Request as Generate
+from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
 from tessera.serve.protocol import (
     CHAT_TOKENS,
@@ -209,7 +210,11 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
 
 
 def requests_of(
-    site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
+    site: Site,
+    body: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    guide: Callable[[], Guide] | None = None,
+    tenant: str = "",
 ) -> list[Generate]:
     """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...; s is the body's or random.
 
@@ -240,6 +245,7 @@ def requests_of(
             bias=body.bias,
             top_logprobs=body.ranks or 0,
             guide=guide,
+            tenant=tenant,
         )
         found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
     return found
@@ -247,7 +253,8 @@ def requests_of(
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit a request's choices and return its response, whole or as a stream."""
-    asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
+    asked = requests_of(site, body, prompts, await _guide(site, body), request.scope.get(TENANT, ""))
+    chat = isinstance(body, ChatBody)
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}

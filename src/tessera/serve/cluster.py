@@ -38,8 +38,10 @@ CHIPS = ("GPU", "TPU")
 class Actor:
     """Process of one replica: an engine and its HTTP server."""
 
-    def start(self, build: Callable[[], Site], key: str, host: str) -> str:
+    def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
         """Load a model, serve it on a free port of `host` on a thread, and return the URL.
+
+        The server accepts the clients' `keys`, which tell its tenants apart, and the front's `own`.
 
         Raises:
             ValueError, MemoryError, OSError: the model cannot be served.
@@ -49,10 +51,10 @@ class Actor:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("tessera").setLevel(logging.INFO)
         logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the front logs every request
-        site = build()
+        site = build(keys or (own,))
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
         bound.listen()  # from here on connections wait; refused ones would count as a lost replica
-        running = server.Server(server.configured(create(site), (key,)), site.service)
+        running = server.Server(server.configured(create(site), (*keys, own)), site.service)
         threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
         return server.address(bound)
 
@@ -61,7 +63,8 @@ class Cluster:
     """The `Launcher` that uses Ray.
 
     Args:
-        build: loads the model and starts the engine's thread, in the replica's process.
+        build: loads the model and starts the engine's thread, in the replica's process; it takes the API keys.
+        keys: API keys of clients; if there are none, every request is accepted.
         count: number of replicas.
         chips: devices that each replica uses, if the machines have accelerators.
 
@@ -70,10 +73,10 @@ class Cluster:
         OSError: RAY_ADDRESS names no cluster.
     """
 
-    def __init__(self, build: Callable[[], Site], *, count: int, chips: int):
+    def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
         import ray  # not at the top: Ray is optional, and takes half a second
 
-        self.key, self._build, self._ray = secrets.token_hex(32), build, ray
+        self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
         self._host = join()
         self._options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **places(ray.nodes(), count, chips)}
         self._actors: dict[int, Any] = {}
@@ -84,7 +87,7 @@ class Cluster:
 
         self._actors[index] = actor = self._ray.remote(Actor).options(**self._options).remote()
         try:
-            return await actor.start.remote(self._build, self.key, self._host)
+            return await actor.start.remote(self._build, self.keys, self.key, self._host)
         except RayActorError as error:
             raise Lost("its process ended while it loaded the model") from error
         except RayTaskError as error:
@@ -161,7 +164,6 @@ def run(
     count: int,
     margin: int,
     bound: socket.socket,
-    keys: Sequence[str] = (),
 ) -> None:
     """Serve on a socket from `server.listen` with several replicas, until SIGTERM or Ctrl-C.
 
@@ -174,7 +176,6 @@ def run(
         count: number of replicas.
         margin: see `routing.choose`.
         bound: the socket.
-        keys: accepted API keys.
 
     Raises:
         ValueError, MemoryError, OSError: the model cannot be served.
@@ -182,7 +183,7 @@ def run(
 
     async def serve() -> None:
         replicas = Replicas(launcher, count)
-        front = server.Server(server.configured(Relay(replicas, tokenizer, margin), keys), replicas)
+        front = server.Server(server.configured(Relay(replicas, tokenizer, margin), launcher.keys), replicas)
         server.take_signals(front)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
         logger.info("%s at %s/v1, starting %d replicas", name, server.address(bound), count)

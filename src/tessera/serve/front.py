@@ -1,6 +1,7 @@
 """ASGI middleware before every route: check the API key, limit the body, set a request id, log one line."""
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -22,6 +23,9 @@ DISCARD_S = 1.0
 """Maximum seconds for which the server reads on after it has refused a body as too large."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no API key: health probes send none, and the responses reveal nothing about requests."""
+
+TENANT = "tessera.tenant"
+"""Name under which a request's scope has its tenant."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,7 +56,7 @@ class Front:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
             given = [await _read_body(headers, receive)]
 
             async def replay() -> Message:
@@ -68,14 +72,21 @@ class Front:
         line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
         logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
 
-    def _check_key(self, path: str, given: bytes) -> None:
+    def _tenant(self, path: str, given: bytes) -> str:
+        """Check the API key and return its tenant."""
         if not self.keys or path in OPEN_PATHS:
-            return
+            return ""
         kind, _, own = given.partition(b" ")
         # compare with every key, each in constant time, so that response times reveal nothing about the keys
         same = [hmac.compare_digest(own.strip(), key) for key in self.keys]
         if kind.lower() != b"bearer" or not any(same):
             raise Refusal(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
+        return tenant_of(own.strip().decode())
+
+
+def tenant_of(key: str) -> str:
+    """Return the tenant of an API key: a name that tells nothing about the key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:

@@ -13,7 +13,7 @@ from fastapi import Response
 
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve.app import refusal_response
-from tessera.serve.front import Message, Receive, Send
+from tessera.serve.front import TENANT, Message, Receive, Send
 from tessera.serve.protocol import ChatBody, CompletionBody, Refusal, parse
 from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
 from tessera.serve.routing import choose, first_page
@@ -116,7 +116,12 @@ class Relay:
         if schema is None or scope["method"] != "POST":
             return None
         async with self._encoding:
-            return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer))
+            return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer, scope[TENANT]))
+
+    def _key_of(self, scope: Message) -> dict[str, str]:
+        """Return the header with the client's API key, if clients have any: the replica tells tenants apart by it."""
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        return {"Authorization": given} if self.replicas.launcher.keys and given else {}
 
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
         """Pass a request to a replica; return its whole answer, or pass a stream on and return None.
@@ -126,8 +131,9 @@ class Relay:
         """
         begun, query = False, scope["query_string"].decode("latin-1")
         url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (f"?{query}".encode() if query else b""))
+        asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
-            async with replica.bounded(), self.replicas.client.stream(scope["method"], url, content=body) as found:
+            async with replica.bounded(), self.replicas.client.stream(**asked) as found:
                 headers = {name: found.headers[name] for name in KEPT if name in found.headers}
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     return Response(await found.aread(), found.status_code, headers)

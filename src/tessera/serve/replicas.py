@@ -33,9 +33,11 @@ class Launcher(Protocol):
     """Starts and ends the processes of replicas.
 
     Attributes:
-        key: API key that the replicas accept.
+        keys: API keys of clients, which replicas accept too, because each is a tenant; none if all are accepted.
+        key: API key of the front.
     """
 
+    keys: tuple[str, ...]
     key: str
 
     async def start(self, index: int) -> str:

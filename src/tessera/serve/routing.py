@@ -1,6 +1,6 @@
 """Choice of a replica: prompts with the same first page go to the same replica, which has its keys in its cache.
 
-    key       = blake2b(tokens of the first page)
+    key       = blake2b(tenant | tokens of the first page)
     preferred = the replica with the largest blake2b(key | its number): if one is lost, only its prompts move
     fallback  = the less busy of two at random, if the preferred has over `margin` more open requests than that one
 
@@ -31,10 +31,11 @@ class Choice(Protocol):
     open: int
 
 
-def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> bytes | None:
+def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, tenant: str = "") -> bytes | None:
     """Return the routing key of a request; None if its first prompt is shorter than a page, or cannot be encoded.
 
-    The key decides only where a request runs, so it leaves out tools, and text beyond `CHARACTERS`.
+    Tenants share no pages, so their keys differ. The key decides only where a request runs, so it leaves out tools, and
+    text beyond `CHARACTERS`.
     """
     try:
         tokens = _tokens(body, tokenizer)
@@ -42,7 +43,7 @@ def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> 
         return None
     if len(tokens) < PAGE:
         return None
-    return hashlib.blake2b(np.asarray(tokens[:PAGE], "<u4").tobytes()).digest()
+    return hashlib.blake2b(tenant.encode() + b"|" + np.asarray(tokens[:PAGE], "<u4").tobytes()).digest()
 
 
 def choose[R: Choice](key: bytes | None, replicas: Sequence[R], margin: int) -> R:

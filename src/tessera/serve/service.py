@@ -73,9 +73,9 @@ class Service:
         self._stop = self.draining = self.ready = self.ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, warm: Callable[[Engine], None]) -> None:
-        """Start the thread. It first calls `warm`, then sets `ready`."""
-        self._warm = warm
+    def start(self, warm: Callable[[Engine], None], prepare: Callable[[Engine], None] = lambda engine: None) -> None:
+        """Start the thread. It first calls `warm` and `prepare`, then sets `ready`; every new engine gets `prepare`."""
+        self._warm, self._prepare = warm, prepare
         self._thread.start()
 
     @property
@@ -136,6 +136,7 @@ class Service:
 
     def _run(self) -> None:
         self._warm(self._engine)
+        self._prepare(self._engine)
         self.ready = True
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         try:
@@ -144,6 +145,7 @@ class Service:
         finally:
             jax.monitoring.unregister_event_duration_listener(self._count_compile)
             self._fail_all(Refusal(503, "the server stopped before the answer was complete"))
+        self._engine.close()
 
     def _count_compile(self, name: str, seconds: float, **_: object) -> None:
         if name == COMPILED and threading.current_thread() is self._thread:
@@ -209,6 +211,7 @@ class Service:
         self._fail_all(error)
         self.metrics.restarted()
         self._engine = self._build()
+        self._prepare(self._engine)
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:

@@ -1,12 +1,15 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
+import json
 import logging
+from collections.abc import Sequence
 from math import lcm
+from pathlib import Path
 
 import jax
 
 from tessera.core.memory import available_bytes, require
-from tessera.core.mesh import mesh_of, num_parts
+from tessera.core.mesh import mesh_of, num_head_parts
 from tessera.core.shapes import round_up
 from tessera.generate import Model
 from tessera.models.footprint import Division, Types, cache_bytes
@@ -79,7 +82,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     page, unit, sizes = SIZES.get(device.platform, SIZES["cpu"])
     unit = lcm(unit, model.policy.query_tile)
     sizes = (*(size for size in sizes if size % unit == 0 and size > unit), unit)
-    division = Division(heads=num_parts(mesh_of(model.params)))
+    division = Division(heads=num_head_parts(mesh_of(model.params)))
     dtype = str(model.params.embed.dtype)
     size = cache_bytes(
         model.config, 1, page, types=Types(weights=dtype, dtype=dtype, cache=model.cache or dtype), division=division
@@ -104,8 +107,36 @@ def grammars_for(model: Model) -> Grammars | None:
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
+def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
+    """Read the prefixes to keep: a text, or, if the name ends in .json, an object with "messages".
+
+    Raises:
+        ValueError: a file is neither, or its text is too long or empty.
+    """
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        try:
+            if file.suffix != ".json":
+                found += model.encode_prompts([text])
+            elif model.tokenizer is None:
+                raise ValueError("this model has no tokenizer")
+            else:
+                found.append(model.tokenizer.encode_chat(json.loads(text)["messages"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--pin {file}: {error}") from error
+    return found
+
+
 def start(
-    model: Model, *, context: int, slots: int, queue: int, pages: int | None = None, exact: bool = False
+    model: Model,
+    *,
+    context: int,
+    slots: int,
+    queue: int,
+    paging: Paging | None = None,
+    pins: Sequence[Sequence[int]] = (),
+    tenants: Sequence[str] = ("",),
 ) -> Service:
     """Start a service, which refuses requests until it has compiled its programs.
 
@@ -114,9 +145,11 @@ def start(
         context: maximum tokens of a request, prompt and answer together.
         slots: number of requests that run at a time.
         queue: maximum number of requests that wait for a slot.
-        pages, exact: see `paging_for`.
+        paging: sizes of the pool; None takes those of `paging_for`.
+        pins: prefixes whose keys every tenant finds in the cache.
+        tenants: all tenants.
     """
-    paging = paging_for(model, slots=slots, context=context, pages=pages, exact=exact)
+    paging = paging_for(model, slots=slots, context=context) if paging is None else paging
 
     def build() -> Engine:
         return model.engine(slots=slots, num_keys=context, paging=paging)
@@ -128,6 +161,11 @@ def start(
             "ready: %d programs, %d requests at a time, %d tokens each, keys of %d tokens", count, slots, context, held
         )
 
+    def prepare(engine: Engine) -> None:
+        for tenant in tenants:
+            for tokens in pins:
+                logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
+
     service = Service(build, queue=queue, metrics=Metrics())
-    service.start(warm)
+    service.start(warm, prepare)
     return service

@@ -76,7 +76,7 @@ def estimate_mass(
         heads: the KV heads to score, of which q holds the query heads; None means all. K in the result counts them.
     """
     how.check(spec.tile)
-    if spec.stripe is not None and context.num_parts() > 1:
+    if spec.stripe is not None and context.traced_stripes() > 1:
         mine = partial(estimate_mass, spec=replace(spec, stripe=None), how=how)
         return context.tile_masses(
             lambda q, k, where: mine(q, KeyValues(k, k), positions=where), q_BTNH, kv.k, spec, positions

@@ -19,7 +19,7 @@ from jax import Array
 
 from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.parallel import num_parts
+from tessera.attention.parallel import traced_head_parts
 from tessera.attention.selection import capacity_for, select_tiles
 from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.baselines import Dense
@@ -213,7 +213,7 @@ class Kascade(Policy):
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         # On a mesh, picking heads would move keys between devices; each device scores all of its own heads instead.
-        if not self.budgets or reused or not isinstance(layer, int) or num_parts() > 1:
+        if not self.budgets or reused or not isinstance(layer, int) or traced_head_parts() > 1:
             return estimate_mass(q, kv, spec, positions, how)
         heads = tuple(h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1)
         shapes = kv.shapes(q)

@@ -94,9 +94,9 @@ def _split_sizes(config: ModelConfig) -> dict[str, int]:
     return {name: sizes(config)[axis] for axis, name in names.items() if axis in split}
 
 
-def build(shape: MeshShape) -> Mesh:
-    """Return a mesh over the first devices of all processes."""
-    devices = jax.devices()[: shape.data * shape.shard]
+def build(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh over the first of `devices`; None means all devices of all processes."""
+    devices = (jax.devices() if devices is None else devices)[: shape.data * shape.shard]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 

@@ -251,7 +251,7 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
     q_len = np.array(w.q_len or [w.num_queries] * w.batch)
     scales = None
     if w.scaled:
-        (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+        (k, k_scale), (v, v_scale) = round_keys(k), round_keys(v)
         scales = np.stack([k_scale, v_scale], 2)
     for b in range(w.batch):
         if w.scaled:  # no int8 is NaN: the scale is
@@ -281,7 +281,7 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
     )
 
 
-def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Round x [B,S,K,H] to int8 times a bfloat16 scale [B,K,S] per key and head; the largest |x| becomes about 127."""
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))

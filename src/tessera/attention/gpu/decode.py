@@ -9,7 +9,7 @@ shared memory allow two or three thread blocks per multiprocessor; one computes 
 merges the partial results of the splits, using their lse.
 
 Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`). Their scales multiply
-scores and weights.
+scores and weights. Keys may be in pages (`pages`).
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block. With
@@ -23,7 +23,6 @@ Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,10 +31,21 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
+from tessera.attention.gpu.decode_copies import (
+    Place,
+    Refs,
+    fetch,
+    locate,
+    name_refs,
+    places_of,
+    scales_of,
+    starts_of,
+)
 from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
-from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
-from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
+from tessera.attention.gpu.decode_splits import Cut, visible_columns
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, padded, per_column, store_scales, widen
+from tessera.attention.gpu.pages import page_refusal
 from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.gpu.warpgroup import (
     HOPPER,
@@ -91,81 +101,6 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-class Refs(NamedTuple):
-    """References of the kernel body: main memory, then shared memory and barriers."""
-
-    positions: Positions
-    q: Any  # [B, K, stored G, H]
-    k: Any
-    v: Any
-    tiles: Any  # [B, K, 1, C]; sparse only
-    count: Any  # [B, K, 1]; sparse only
-    scales: Any  # [B, K, 2, S]; int8 only
-    out: Any  # [splits, B, K, stored G, H] float32
-    lse: Any  # likewise: lse in bits, repeated in every column
-    bank: Any  # [B, K, parts, units, rows] float32: log2 of each unit's sum of exponentials; score only
-    totals: Any  # [splits, B, K, parts, rows] float32: lse in bits, once per row; score only
-    q_block: Any = None  # [64, H]
-    k_block: Any = None  # [stages, block_s, H]
-    v_block: Any = None
-    out_block: Any = None  # [64, H] float32; out_block and lse_block share the memory of k_block and v_block
-    lse_block: Any = None
-    row_block: Any = None  # [2, units, 64] float32: sums on their way to the bank, for two blocks of keys; score only
-    q_landed: Any = None
-    k_landed: Any = None  # [stages]
-    v_landed: Any = None
-    k_wide: Any = None  # [block_s, H]: a block of int8 keys, converted for the product; int8 only
-    v_wide: Any = None
-    scale_block: Any = None  # [stages, 2, block_s]
-
-
-class Place(NamedTuple):
-    """Work of one thread block: the keys of one split (`run`) for up to 64 query heads (group `part`) of a KV head."""
-
-    split: Any
-    sequence: Any
-    head: Any
-    part: Any
-    run: Run
-
-
-def name_refs(refs: tuple, cut: Cut) -> Refs:
-    """Name the kernel's positional references."""
-    it, sparse, score = iter(refs), cut.role == "sparse", cut.role == "score"
-    positions = Positions(next(it), next(it), next(it))
-    passed = (True, True, True, sparse, sparse, cut.shapes.scaled, True, True, score, score)  # q to totals
-    return Refs(positions, *[next(it) if some else None for some in passed])
-
-
-def locate(refs: Refs, cut: Cut) -> Place:
-    """Return the `Place` of this thread block."""
-    split, sequence = jax.lax.axis_index("split"), jax.lax.axis_index("sequence")
-    head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
-    positions = Positions(*(x[sequence] for x in refs.positions))
-    listed = refs.count[sequence, head, 0] if cut.role == "sparse" else 0
-    return Place(split, sequence, head, part, find_run(cut, split, positions, listed))
-
-
-def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    """Return the position of the first key of each unit of a block (see `decode_splits`)."""
-    return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
-
-
-def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
-    """Start the copies of a block's keys and values into buffer `slot`, from the positions `starts` of its units."""
-    unit = config.block_s // len(starts)
-    for source, blocks, landed in ((refs.k, refs.k_block, refs.k_landed), (refs.v, refs.v_block, refs.v_landed)):
-        for i, start in enumerate(starts):
-            keys = pl.ds(start, unit)
-            block = blocks.at[slot, pl.ds(i * unit, unit)]
-            plgpu.copy_gmem_to_smem(source.at[at.sequence, at.head, keys], block, landed.at[slot])
-
-
-def scales_of(refs: Refs, cut: Cut, at: Place, starts: list) -> list:
-    """Start loading the scales of a block's keys and values; return an empty list if they are not int8."""
-    return load_scales(refs.scales.at[at.sequence, at.head], starts, cut.unit) if cut.shapes.scaled else []
-
-
 def in_bits(z: Array, cut: Cut) -> Array:
     """Return scores in bits, log2(e) * softcap(scale * z)."""
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
@@ -191,7 +126,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     block = run.first + i
     lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
     ahead = jnp.minimum(i + config.stages, run.count - 1)
-    ahead = starts_of(refs, cut, at, run.first + ahead)  # read early, because loads of tile ids take long
+    ahead = places_of(refs, cut, at, run.first + ahead)  # read early: loads of tile ids and page tables take long
     ahead_scales = scales_of(refs, cut, at, ahead)
 
     plgpu.barrier_wait(refs.k_landed.at[slot])
@@ -222,7 +157,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     @pl.when(i + config.stages < run.count)
     def _():
         # The compiler inserts a warpgroup barrier before a copy, so all four warps have read the buffers by then.
-        fetch(refs, at, config, ahead, slot)
+        fetch(refs, cut, at, ahead, slot)
         if cut.shapes.scaled:
             store_scales(ahead_scales, refs.scale_block.at[slot])
 
@@ -272,10 +207,10 @@ def body(*refs, cut: Cut, config: Config):
 
             @pl.when(i < at.run.count)
             def _(i=i):
-                starts = starts_of(named, cut, at, at.run.first + i)
-                fetch(named, at, config, starts, i)
+                sources = places_of(named, cut, at, at.run.first + i)
+                fetch(named, cut, at, sources, i)
                 if cut.shapes.scaled:
-                    store_scales(scales_of(named, cut, at, starts), named.scale_block.at[i])
+                    store_scales(scales_of(named, cut, at, sources), named.scale_block.at[i])
 
         state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
         plgpu.barrier_wait(named.q_landed)
@@ -288,7 +223,7 @@ def body(*refs, cut: Cut, config: Config):
     block = plgpu.SMEM((config.stages, cut.block_s, head_dim), stored, transforms=stored_line)
     wide = [plgpu.SMEM((cut.block_s, head_dim), dtype, transforms=line)] * 2 if scaled else []
     out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=swizzled(jnp.float32))
-    landed = plgpu.Barrier(num_arrivals=cut.units, num_barriers=config.stages)
+    landed = plgpu.Barrier(num_arrivals=cut.block_s // cut.piece, num_barriers=config.stages)
     memory = {
         "q_block": plgpu.SMEM((ROWS, head_dim), dtype, transforms=line),
         "shared": plgpu.RefUnion([block, block, *wide], [out, out]),
@@ -333,8 +268,9 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
     lists = () if selection is None else selection
-    scales = () if kv.scales is None else (padded(kv.scales),)
-    partial = call(cut, config)(*positions, rows, k, v, *lists, *scales)
+    scales = () if kv.scales is None else (padded(kv.scales) if kv.pages is None else kv.scales,)
+    table = () if kv.pages is None else (kv.pages,)
+    partial = call(cut, config)(*positions, rows, k, v, *lists, *scales, *table)
     if role == "score":
         out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
     else:
@@ -349,7 +285,7 @@ dense = differentiable_decode(attend)
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the call in one role, as `Kernel.launch`."""
-    if role == "dense" and kv.scales is None:
+    if role == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
@@ -394,7 +330,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"tile={spec.tile} must be at least 64 at head_dim=256: registers do not suffice for smaller tiles"
     if role == "score" and shapes.scaled and shapes.head_dim == 256 and spec.tile < 64:
         return f"tile={spec.tile} must be at least 64 at head_dim=256 with int8 keys: registers do not suffice"
-    return None
+    return page_refusal(shapes)
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -443,6 +379,7 @@ def _kernel(role: str) -> Kernel:
         cost=functools.partial(work.decode, role),
         capability=HOPPER,
         scaled=True,
+        paged=True,
     )
 
 

@@ -1,7 +1,8 @@
 """Splits of a Hopper decode call: which of a sequence's keys each thread block reads.
 
-A *block* is the block_s keys of one step of a kernel. It consists of `units` *units*; a unit is the keys of one copy.
-In the dense role a unit is a whole block; in the sparse and score roles it is a tile if that is smaller.
+A *block* is the block_s keys of one step of a kernel. It consists of `units` *units*; a unit is the keys of one copy,
+unless a page is shorter. In the dense role a unit is a whole block; in the sparse and score roles it is a tile if that
+is smaller.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.gpu.pages import piece_of
 from tessera.core.shapes import ceil_div, round_up
 
 ROWS = 64
@@ -52,6 +54,11 @@ class Cut(NamedTuple):
     @property
     def units(self) -> int:
         return self.block_s // self.unit
+
+    @property
+    def piece(self) -> int:
+        """Keys per copy: a unit, or as much of it as fits a page."""
+        return piece_of(self.unit, self.shapes.page)
 
     @property
     def banked(self) -> int:

@@ -12,6 +12,9 @@ Threads load scales themselves, because the copy engine (TMA) needs targets alig
 a tile may have fewer. Scales of keys at or past kv_len may be NaN.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -65,29 +68,65 @@ def dequantise(source, target, scales: list[Array]) -> None:
     plgpu.commit_smem()
 
 
-def row_scales(scales, start: Array, size: int) -> list[Array]:
-    """Start loading the scales of `size` keys from a position, 64 at a time; `scales` refers to [S] in memory."""
-    at = [pl.ds(start + row, ROWS) for row in range(0, size, ROWS)]
+def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> list[Array]:
+    """Start loading the scales of keys (0) or values (1), `size` from each place (see `pages.places`), 64 at a time.
+
+    `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory; `size` is a multiple of 64.
+    """
+    at = [(row, head, which, pl.ds(start + n, ROWS)) for row, start in sources for n in range(0, size, ROWS)]
     return [plgpu.load(scales.at[keys], layout=PER_ROW, optimized=False) for keys in at]
 
 
-def without_padding(scales: list[Array], valid: Array) -> list[Array]:
-    """Zero the scales of rows at or past `valid`, which hold no valid keys and whose scales may be NaN."""
+def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
+    """Zero the scales of each 64 rows from `valid` on: they are not valid keys, and their scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
-    return [jnp.where(row < valid - n * ROWS, scale, jnp.zeros_like(scale)) for n, scale in enumerate(scales)]
+    return [jnp.where(row < limit, scale, jnp.zeros_like(scale)) for limit, scale in zip(valid, scales, strict=True)]
 
 
-def load_scales(scales, starts: list, unit: int) -> list[tuple[Array, Array]]:
-    """Start loading the scales of `unit` keys from each position of `starts`; return one pair per position.
+def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Callable, valid: Callable) -> None:
+    """Run prefill's fetching warpgroup: convert `count` blocks of K and V to q's dtype, as stages are handed back.
 
-    A pair is (scales of the keys, scales of the values). `scales` refers to [2,S] in main memory.
+    The next block lands while one is converted.
+
+    Args:
+        refs: a kernel's `Refs`, with `landing` and `landed`.
+        copy: (block, 0 for K or 1 for V) -> None, which starts the block's copies.
+        scales: block -> the scales of its keys and those of its values, as `row_scales` returns them.
+        valid: block -> for each of its 64 rows, how many hold valid keys.
     """
-    return [
-        tuple(
-            plgpu.load(scales.at[which, pl.ds(start, unit)], layout=PER_COLUMN, optimized=False) for which in range(2)
-        )
-        for start in starts
-    ]
+    both = ((refs.k_smem, refs.k_full, refs.k_free), (refs.v_smem, refs.v_full, refs.v_free))
+
+    def convert_block(c, held):
+        slot, ahead = jax.lax.rem(c, stages), scales(jnp.minimum(c + 1, count - 1))  # a block early: loads take long
+        rows = valid(c)
+        for which, (target, full, free) in enumerate(both):
+            plgpu.barrier_wait(refs.landed.at[which])
+            pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+            dequantise(refs.landing.at[which], target.at[slot], without_padding(held[which], rows))
+            plgpu.barrier_arrive(full.at[slot])
+            pl.when(c + 1 < count)(functools.partial(copy, c + 1, which))
+        return ahead
+
+    def drain(c, _):
+        for *_, free in both:
+            plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
+
+    @pl.when(count > 0)
+    def convert():
+        for which in range(2):
+            copy(0, which)
+        jax.lax.fori_loop(0, count, convert_block, scales(0))
+
+    jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+
+
+def load_scales(scales, head, sources: list[tuple], size: int) -> list[tuple[Array, Array]]:
+    """Start loading the scales of `size` keys from each place (see `pages.places`); return one pair per place.
+
+    A pair is (scales of the keys, scales of the values). `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory.
+    """
+    found = [[scales.at[row, head, which, pl.ds(start, size)] for which in range(2)] for row, start in sources]
+    return [tuple(plgpu.load(x, layout=PER_COLUMN, optimized=False) for x in both) for both in found]
 
 
 def store_scales(loaded: list[tuple[Array, Array]], target) -> None:

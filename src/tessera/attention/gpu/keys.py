@@ -199,8 +199,8 @@ def launch(
     """Run attention over the listed keys only; not differentiable."""
     cut = cut_keys(spec, kv.shapes(q, selection), config)
     ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
-    source = sparse_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
-    return sparse_rows.launch(q, kv.k, kv.v, positions, selection, cut, source)
+    source = sparse_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch={"ids": ids})
+    return sparse_rows.launch(q, kv, positions, selection, cut, source)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -18,7 +18,7 @@ bounds the memory of one number per row and tile. The numbers are float32: in fl
 change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
 
 Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the ring (`int8_keys`).
+writes the products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
 
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
@@ -40,7 +40,8 @@ from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import int8_keys
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
-from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, dequantise, padded, row_scales, without_padding
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, padded, row_scales
+from tessera.attention.gpu.pages import LEAST_KEYS, page_refusal, places
 from tessera.attention.gpu.prefill_rows import BLOCK_T, Config, Cut, Item, Refs, Rows
 from tessera.attention.gpu.warpgroup import (
     COMPUTE_REGISTERS,
@@ -80,18 +81,31 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
     return key_blocks(first, rows, refs.kv_len[item.b], cut.spec, cut.config.block_s)
 
 
+def places_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple]:
+    """Return the place in memory of each copy of a key block (see `pages.places`)."""
+    size = cut.config.block_s
+    return places(refs.pages, item.b, block * size, size, cut.page)
+
+
+def copy_pieces(source, target, landed, sources: list[tuple], item: Item, cut: Cut) -> None:
+    """Start the copies of a key block from their places in `source`."""
+    for n, (row, key) in enumerate(sources):
+        part = target if len(sources) == 1 else target.at[pl.ds(n * cut.piece, cut.piece)]
+        plgpu.copy_gmem_to_smem(source.at[row, item.h, pl.ds(key, cut.piece)], part, landed)
+
+
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     """Run the fetching warpgroup: copy every key block of the range, K before V, as stages are handed back."""
     plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-    size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
+    stages, blocks = cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
     both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
 
     def copy_block(c, _):
-        slot, keys = jax.lax.rem(c, stages), pl.ds((blocks.start + c) * size, size)
+        slot, sources = jax.lax.rem(c, stages), places_of(refs, item, blocks.start + c, cut)
         for source, target, full, free in both:
             pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(source.at[item.b, item.h, keys], target.at[slot], full.at[slot])
+            copy_pieces(source, target.at[slot], full.at[slot], sources, item, cut)
 
     def drain(c, _):
         for *_, free in both:
@@ -102,45 +116,24 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 
 def fetch_int8(refs: Refs, item: Item, cut: Cut) -> None:
-    """Run the fetching warpgroup for int8 keys: convert each block of K and V to q's dtype.
-
-    The next block lands while one is converted. Rows at or past kv_len become zeros.
-    """
+    """Run the fetching warpgroup for int8 keys (see `int8_keys`). Rows at or past kv_len become zeros."""
     plgpu.set_max_registers(int8_keys.FETCH_REGISTERS, action="decrease")
-    size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
-    count = blocks.stop - blocks.start
-    both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
+    size, blocks = cut.config.block_s, blocks_of(refs, item, cut)
+
+    def sources(c):
+        return places_of(refs, item, blocks.start + c, cut)
 
     def copy(c, which: int):
-        keys = pl.ds((blocks.start + c) * size, size)
-        plgpu.copy_gmem_to_smem(both[which][0].at[item.b, item.h, keys], refs.landing.at[which], refs.landed.at[which])
+        copy_pieces((refs.k, refs.v)[which], refs.landing.at[which], refs.landed.at[which], sources(c), item, cut)
 
     def scales(c):
-        c = blocks.start + c
-        return [row_scales(refs.scales.at[item.b, item.h, which], c * size, size) for which in range(2)]
+        return [row_scales(refs.scales, item.h, which, sources(c), cut.piece) for which in range(2)]
 
-    def convert_block(c, held):
-        slot, ahead = jax.lax.rem(c, stages), scales(jnp.minimum(c + 1, count - 1))  # a block early: loads take long
-        valid = refs.kv_len[item.b] - (blocks.start + c) * size
-        for which, (_, target, full, free) in enumerate(both):
-            plgpu.barrier_wait(refs.landed.at[which])
-            pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            dequantise(refs.landing.at[which], target.at[slot], without_padding(held[which], valid))
-            plgpu.barrier_arrive(full.at[slot])
-            pl.when(c + 1 < count)(functools.partial(copy, c + 1, which))
-        return ahead
+    def valid(c):
+        rows = refs.kv_len[item.b] - (blocks.start + c) * size
+        return [rows - n for n in range(0, size, ROWS)]
 
-    def drain(c, _):
-        for *_, free in both:
-            plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
-
-    @pl.when(count > 0)
-    def convert_blocks():
-        for which in range(2):
-            copy(0, which)
-        jax.lax.fori_loop(0, count, convert_block, scales(0))
-
-    jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+    convert_blocks(refs, blocks.stop - blocks.start, cut.config.stages, copy, scales, valid)
 
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
@@ -167,6 +160,7 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
 def body(*refs, cut: Cut):
     """Run one thread block: two warpgroups compute, the third fetches."""
     absent = ([] if cut.spec.mass else ["bits"]) + ([] if cut.scaled else ["scales", "landing", "landed"])
+    absent += [] if cut.page is not None else ["pages"]
     names = [name for name in Refs._fields if name not in absent]
     refs = Refs(**dict.fromkeys(absent), **dict(zip(names, refs, strict=True)))
     wg = jax.lax.axis_index("warpgroup")
@@ -192,7 +186,9 @@ def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, 
     keys = plgpu.SMEM((config.stages, config.block_s, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
     landing = plgpu.SMEM((2, config.block_s, head_dim), jnp.int8, transforms=ROWS_OF_BYTES)
-    scales, landing = ((kv.scales,), (landing, plgpu.Barrier(num_barriers=2))) if cut.scaled else ((), ())
+    pieces = config.block_s // cut.piece
+    landed = plgpu.Barrier(num_arrivals=pieces, num_barriers=2)
+    full = plgpu.Barrier(num_arrivals=1 if cut.scaled else pieces, num_barriers=config.stages)
     return plgpu.kernel(
         functools.partial(body, cut=cut),
         out_type=out,
@@ -201,13 +197,13 @@ def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, 
             keys,
             keys,
             plgpu.Barrier(num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_barriers=config.stages),
-            plgpu.Barrier(num_barriers=config.stages),
+            full,
+            full,
             free,
             free,
             plgpu.Barrier(num_arrivals=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
-            *landing,
+            *((landing, landed) if cut.scaled else ()),
         ],
         grid=(batch, blocks, num_heads),
         grid_names=("sequence", "rows", "head"),
@@ -215,23 +211,19 @@ def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, 
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name="gpu_prefill_score" if cut.spec.mass else "gpu_prefill_dense",
-    )(*positions, skipped, q, kv.k, kv.v, *scales)
+    )(*positions, skipped, q, *(x for x in (kv.k, kv.v, kv.scales, kv.pages) if x is not None))
 
 
-def attend(
-    q, k, v, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
-) -> AttentionOut:
-    """Run the call on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales.
-
-    If spec.mass, run it in chunks of queries.
-    """
+def attend(q, kv: KeyValues, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
+    """Run the call on [B,T,N,H] queries; if spec.mass, in chunks of queries."""
     batch, num_queries, num_heads, head_dim = q.shape
-    kv_heads, num_keys = k.shape[1:3]
-    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), scales is not None)
+    shapes = kv.shapes(q)
+    kv_heads, num_keys = shapes.num_kv_heads, shapes.num_keys
+    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), shapes.scaled, shapes.page)
     # Pad S and T to multiples of 8 with zeros, which kv_len and q_len exclude.
-    scales = None if scales is None else padded(scales)
-    q, kv = whole_lines(q, 1), KeyValues(whole_lines(k, 2), whole_lines(v, 2), scales=scales)
-    rows = q.shape[1]
+    q, k, v = whole_lines(q, 1), *(whole_lines(x, 2) for x in kv[:2])
+    scales = padded(kv.scales) if shapes.scaled and shapes.page is None else kv.scales
+    kv, rows = KeyValues(k, v, kv.pages, scales), q.shape[1]
     if not spec.mass:
         out, lse = run_rows(q, kv, positions, jnp.zeros((1,), jnp.int32), rows, cut)
         return AttentionOut(out[:, :num_queries], natural(lse, num_queries))
@@ -283,14 +275,19 @@ def natural(lse: Array, num_queries: int) -> Array:
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
-    lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
+    lengths = jnp.minimum(positions.kv_len, kv.num_keys), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
-    if spec.mass or kv.scales is not None:
-        return attend(q, kv.k, kv.v, positions, spec, config, kv.scales)
+    if spec.mass or kv.scales is not None or kv.pages is not None:
+        return attend(q, kv, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-dense = differentiable(attend, gpu_backward.gradients)
+def attend_to_floats(q, k, v, *call) -> AttentionOut:
+    """Run `attend` on contiguous keys and values [B,K,S,H] in q's dtype."""
+    return attend(q, KeyValues(k, v), *call)
+
+
+dense = differentiable(attend_to_floats, gpu_backward.gradients)
 """Dense prefill with a gradient, which `gpu.backward` computes."""
 
 
@@ -308,7 +305,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if role == "score" and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
         return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without softcap and window"
-    return None
+    return page_refusal(shapes, ROWS if shapes.scaled else LEAST_KEYS)
 
 
 def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
@@ -363,6 +360,7 @@ def _kernel(role: str) -> Kernel:
         cost=work.prefill,
         capability=HOPPER,
         scaled=True,
+        paged=True,
     )
 
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.gpu import mass as gpu_mass
+from tessera.attention.gpu.pages import piece_of
 from tessera.attention.gpu.warpgroup import (
     LINE_BYTES,
     ROW,
@@ -72,6 +73,7 @@ class Refs(NamedTuple):
     k: Any  # [B, K, S, H]
     v: Any
     scales: Any  # [B, K, 2, S]; int8 only, as landing and landed
+    pages: Any  # [B, J]; only if k, v and scales are pools of pages, which have pages instead of sequences
     out: Any  # [B, rows, N, H]
     lse: Any  # [B, N, rows], in bits
     bits: Any  # [B, N, units, rows]: log2 of each unit's sum of exponentials; score only
@@ -90,7 +92,13 @@ class Refs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Static sizes of a launch; groups is G, the query heads per KV head; scaled is whether keys are int8."""
+    """Static sizes of a launch.
+
+    Attributes:
+        groups: G, query heads per KV head.
+        scaled: whether keys are int8.
+        page: positions per page; None if keys are contiguous.
+    """
 
     spec: AttentionSpec
     config: Config
@@ -99,6 +107,12 @@ class Cut(NamedTuple):
     head_dim: int
     dtype: str
     scaled: bool = False
+    page: int | None = None
+
+    @property
+    def piece(self) -> int:
+        """Keys per copy: a block, or as much of it as fits a page."""
+        return piece_of(self.config.block_s, self.page)
 
     @property
     def unit(self) -> int:
@@ -256,7 +270,7 @@ class Rows(NamedTuple):
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 
-        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # TMA reads zeros past S
+        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # past S: zeros, or again the last page
         def reaches_past_the_end():
             @pl.when(self.wg == 0)
             def clear():

@@ -10,6 +10,9 @@ kv_len and the end of the list at the end. If the last block holds fewer tiles, 
 the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
 in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
+Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
+writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).
+
 Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
 are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, G = 4 (Llama 3 8B) nothing.
 
@@ -29,7 +32,9 @@ from jax.experimental import pallas as pl
 
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.gpu import sparse_rows
+from tessera.attention.gpu import int8_keys, sparse_rows
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, row_scales
+from tessera.attention.gpu.pages import page_refusal, places
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
 from tessera.attention.gpu.warpgroup import HOPPER, ROWS, SHARED_BYTES, per_row, whole_lines
@@ -58,6 +63,19 @@ def keys_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple[Array,
     return [key_of(refs, item, block * cut.units + n, cut) for n in range(cut.units)]
 
 
+def places_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple]:
+    """Return the place in memory of each unit of a block (see `pages.places`); a page holds whole units."""
+    found = [places(refs.pages, item.b, key, cut.unit, cut.page) for key, _ in keys_of(refs, item, block, cut)]
+    return list(itertools.chain(*found))
+
+
+def copies(source, target, landed, sources: list[tuple], item: Item, cut: Cut) -> None:
+    """Start the copies of a block from the places of its units in `source`."""
+    for n, (row, key) in enumerate(sources):
+        keys = source.at[row, item.h, pl.ds(key, cut.unit)]
+        plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(n * cut.unit, cut.unit)], landed)
+
+
 class Padding(NamedTuple):
     """Invalid values in the last block of a list.
 
@@ -84,22 +102,17 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
     """Run the fetching warpgroup: copy every block of the lists, K before V, as stages are handed back."""
     padding = [padding_of(refs, item, cut) for item in items]
 
-    def copies(source, target, barrier, units, item):
-        for n, (key, _) in enumerate(units):
-            keys = source.at[item.b, item.h, pl.ds(key, cut.unit)]
-            plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(n * cut.unit, cut.unit)], barrier)
-
     def block_step(c, _):
         for item, padded in zip(items, padding, strict=True):
 
             @pl.when(c < padded.stop)
             def fetch_block(item=item, padded=padded):
-                slot, units = item.slot(c, cut), keys_of(refs, item, c, cut)
+                slot, sources = item.slot(c, cut), places_of(refs, item, c, cut)
                 pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.k_free.at[slot]))
-                copies(refs.k, refs.k_smem.at[slot], refs.k_full.at[slot], units, item)
+                copies(refs.k, refs.k_smem.at[slot], refs.k_full.at[slot], sources, item, cut)
                 pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.v_free.at[slot]))
                 full = jnp.where(padded.some & (c == padded.stop - 1), unseen(item, cut), slot)
-                copies(refs.v, refs.v_smem.at[slot], refs.v_full.at[full], units, item)
+                copies(refs.v, refs.v_smem.at[slot], refs.v_full.at[full], sources, item, cut)
 
     jax.lax.fori_loop(0, functools.reduce(jnp.maximum, [p.stop for p in padding]), block_step, None)
     for item, padded in zip(items, padding, strict=True):
@@ -110,6 +123,25 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
         pl.when(padded.some)(functools.partial(clear_values, refs, item, padded, cut))
         jax.lax.fori_loop(jnp.maximum(padded.stop - cut.stages, 0), padded.stop, drain, None)
+
+
+def fetch_int8(refs: Refs, items: list[Item], cut: Cut) -> None:
+    """Run the fetching warpgroup for int8 keys (see `int8_keys`). Rows at or past kv_len become zeros."""
+    (item,) = items
+
+    def copy(c, which: int):
+        landing, landed = refs.landing.at[which], refs.landed.at[which]
+        copies((refs.k, refs.v)[which], landing, landed, places_of(refs, item, c, cut), item, cut)
+
+    def scales(c):
+        sources = places_of(refs, item, c, cut)
+        return [row_scales(refs.scales, item.h, which, sources, cut.unit) for which in range(2)]
+
+    def valid(c):
+        kv_len = read(refs, item, "kv_len")
+        return [kv_len - key - n for key, _ in keys_of(refs, item, c, cut) for n in range(0, cut.unit, ROWS)]
+
+    convert_blocks(refs, blocks_of(refs, item, cut)[2], cut.stages, copy, scales, valid)
 
 
 def unseen(item: Item, cut: Cut) -> int:
@@ -166,9 +198,14 @@ def launch(
     """Run attention over the listed tiles only; not differentiable."""
     cut = cut_call(spec, kv.shapes(q, selection), config)
     source = sparse_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
+    if cut.scaled:
+        landing = plgpu.SMEM((2, cut.block_s, cut.head_dim), jnp.int8, transforms=ROWS_OF_BYTES)
+        landed = plgpu.Barrier(num_arrivals=cut.units, num_barriers=2)
+        source = source._replace(fetch=fetch_int8, arrivals=1, scratch={"landing": landing, "landed": landed})
     # K and V are copied only if S is not a multiple of 8.
-    k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
-    return sparse_rows.launch(q, k, v, positions, selection, cut, source)
+    scales = int8_keys.padded(kv.scales) if cut.scaled and cut.page is None else kv.scales
+    kv = kv._replace(k=whole_lines(kv.k, 2), v=whole_lines(kv.v, 2), scales=scales)
+    return sparse_rows.launch(q, kv, positions, selection, cut, source)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
@@ -177,12 +214,18 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"tile={spec.tile} must be at least 16: smaller tiles are not worth one copy each"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    if shapes.scaled and shapes.dtype != "bfloat16":
+        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+    if shapes.scaled and shapes.head_dim == 256:
+        return "head_dim=256 with int8 keys: converting them takes registers that the products need"
+    if shapes.scaled and spec.tile < ROWS:
+        return f"tile={spec.tile} must be at least {ROWS} with int8 keys: 64 rows are converted at once"
     scale = 1.0 if spec.scale is None else spec.scale
     if not scale > 0:
         return f"scale={scale} must be positive"
     if not any(True for _ in search_space(spec, shapes)):
         return f"head_dim={shapes.head_dim} with window={spec.window} does not fit the registers"
-    return None
+    return page_refusal(shapes)
 
 
 def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
@@ -190,6 +233,8 @@ def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
     cut = cut_call(spec, shapes, config)
     if cut.smem_bytes > SHARED_BYTES:
         return False
+    if shapes.scaled and cut.row_blocks == 2:
+        return False  # the fetching warpgroup, which converts, takes the registers
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
         return False  # spills two registers with some tiles and groups (found by `tessera study gpu-gates`)
     columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # accumulators and scores: half a register per column
@@ -226,5 +271,7 @@ KERNELS = (
         search_space=search_space,
         cost=work.sparse_prefill,
         capability=HOPPER,
+        scaled=True,
+        paged=True,
     ),
 )

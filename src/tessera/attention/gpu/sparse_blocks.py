@@ -55,11 +55,14 @@ class Cut(NamedTuple):
         tokens: tokens per query tile, padded to a multiple of 8.
         chunk: tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks.
         chunks: copies that hold the G * tokens rows of a query tile.
-        lists: query tiles per thread block: 2 if a query tile fits 64 rows and two lists' blocks fit shared memory.
+        lists: query tiles per thread block: 2 if a query tile fits 64 rows, two lists' blocks fit shared memory, and
+            keys are not int8.
         row_blocks: 64-row blocks per compute warpgroup.
         parts: thread blocks that share a query tile and its list.
         unit: keys per copy of K or V: a tile, or as much of a tile as fits one block.
         stages: blocks of K, and of V, that shared memory holds per list.
+        page: positions per page; None if keys are contiguous.
+        scaled: whether keys are int8.
     """
 
     spec: AttentionSpec
@@ -78,6 +81,8 @@ class Cut(NamedTuple):
     unit: int
     block_s: int
     stages: int
+    page: int | None
+    scaled: bool
 
     @property
     def units(self) -> int:
@@ -93,8 +98,10 @@ class Cut(NamedTuple):
     def smem_bytes(self) -> int:
         """Upper bound on a thread block's shared memory, in bytes."""
         rows = WARPGROUPS * self.row_blocks * ROWS
-        keys = 2 * self.lists * self.stages * self.block_s
-        return (rows + keys) * self.head_dim * jnp.dtype(self.dtype).itemsize + 4 * rows + RESERVED_BYTES
+        blocks = 2 * self.lists * self.block_s
+        landing = blocks * self.head_dim if self.scaled else 0
+        numbers = (rows + self.stages * blocks) * self.head_dim
+        return numbers * jnp.dtype(self.dtype).itemsize + landing + 4 * rows + RESERVED_BYTES
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
@@ -114,12 +121,15 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
         tokens=tokens,
         chunk=chunk,
         chunks=rows // chunk,
-        lists=2 if rows <= ROWS and shapes.head_dim <= 128 else 1,  # at head_dim 256, two lists exceed shared memory
+        # At head_dim 256, two lists exceed shared memory. Int8 keys are converted for one list at a time.
+        lists=2 if rows <= ROWS and shapes.head_dim <= 128 and not shapes.scaled else 1,
         row_blocks=row_blocks,
         parts=ceil_div(rows, WARPGROUPS * row_blocks * ROWS),
         unit=min(spec.tile, config.block_s),
         block_s=config.block_s,
         stages=config.stages,
+        page=shapes.page,
+        scaled=shapes.scaled,
     )
 
 

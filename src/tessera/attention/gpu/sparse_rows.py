@@ -12,8 +12,9 @@ blocks, at both ends of a list, run in a masked loop without overlap.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,7 +23,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
-from tessera.attention.contract import AttentionOut, Positions, Selection
+from tessera.attention.contract import AttentionOut, KeyValues, Positions, Selection
+from tessera.attention.gpu import int8_keys
 from tessera.attention.gpu.sparse_blocks import Cut, Plan, plan
 from tessera.attention.gpu.warpgroup import (
     LIST_COMPUTE_REGISTERS,
@@ -54,6 +56,8 @@ class Refs(NamedTuple):
     q: Array
     k: Array
     v: Array
+    scales: Array | None  # int8 only
+    pages: Array | None  # [B, J]; only if k, v and scales are pools of pages
     out: Array
     lse: Array
     q_smem: Array
@@ -66,6 +70,8 @@ class Refs(NamedTuple):
     k_free: Array
     v_free: Array
     ids: Array | None = None  # positions of the keys in shared memory; `gpu.keys` only
+    landing: Array | None = None  # [2, block_s, H]: a block of K and one of V as int8; int8 only, as `landed`
+    landed: Array | None = None
 
 
 class Item(NamedTuple):
@@ -128,7 +134,7 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     """Run a compute warpgroup: absorb every block of the list for its rows, then write out and lse."""
-    plgpu.set_max_registers(LIST_COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else LIST_COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
     first_block = item.part * (WARPGROUPS * cut.row_blocks) + (0 if cut.lists == 2 else mine[0])
@@ -280,19 +286,23 @@ class Source(NamedTuple):
         fetch: (refs, items, cut) -> None, run by the fetching warpgroup; fills every block of every item's list.
         hide: (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key.
         arrivals: arrivals at the barrier of a block of K (and of V) that complete the block.
-        scratch: scratch memory for the optional last fields of `Refs`.
+        scratch: scratch memory by name, for the optional last fields of `Refs`.
     """
 
     name: str
     fetch: Callable
     hide: Callable
     arrivals: int
-    scratch: tuple = ()
+    scratch: Mapping[str, Any] = MappingProxyType({})
 
 
 def body(*refs, source: Source, cut: Cut):
     """Run one thread block: two warpgroups compute, the third fetches."""
-    refs, wg = Refs(*refs), jax.lax.axis_index("warpgroup")
+    optional = {"scales": cut.scaled, "pages": cut.page is not None}
+    absent = [name for name, held in optional.items() if not held]
+    names = [name for name in Refs._fields if name not in (*absent, *Refs._field_defaults)] + list(source.scratch)
+    refs = Refs(**dict.fromkeys(absent), **dict(zip(names, refs, strict=True)))
+    wg = jax.lax.axis_index("warpgroup")
 
     @pl.when(wg < WARPGROUPS)
     def compute_rows():
@@ -300,7 +310,7 @@ def body(*refs, source: Source, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch_keys():
-        plgpu.set_max_registers(LIST_FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(int8_keys.FETCH_REGISTERS if cut.scaled else LIST_FETCH_REGISTERS, action="decrease")
         source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
 
 
@@ -315,7 +325,7 @@ def whole_tiles(q: Array, cut: Cut) -> Array:
     return q.reshape(batch, cut.num_tiles * cut.tokens, *row)
 
 
-def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source: Source) -> AttentionOut:
+def launch(q, kv: KeyValues, positions: Positions, selection: Selection, cut: Cut, source: Source) -> AttentionOut:
     """Run the whole call: plan every list, then launch one kernel."""
     batch, num_queries, num_heads, head_dim = q.shape
     length, query_tile = cut.num_tiles * cut.tokens, cut.spec.query_tile
@@ -338,7 +348,7 @@ def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=slots + cut.lists),
             free,
             free,
-            *source.scratch,
+            *source.scratch.values(),
         ],
         grid=(batch, selection.tiles.shape[1], ceil_div(cut.num_tiles, cut.lists) * cut.parts),
         grid_names=("batch", "head", "rows"),
@@ -350,7 +360,12 @@ def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source
             reduction_scratch_bytes=SCRATCH_BYTES,
         ),
         kernel_name=source.name,
-    )(plan(selection, positions, cut), selection.tiles, whole_tiles(q, cut), k, v)
+    )(
+        plan(selection, positions, cut),
+        selection.tiles,
+        whole_tiles(q, cut),
+        *(x for x in (kv.k, kv.v, kv.scales, kv.pages) if x is not None),
+    )
     if cut.tokens != query_tile and cut.num_tiles > 1:  # undo whole_tiles
         out = out.reshape(batch, cut.num_tiles, cut.tokens, num_heads, head_dim)[:, :, :query_tile]
         out = out.reshape(batch, -1, num_heads, head_dim)

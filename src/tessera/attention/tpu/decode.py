@@ -15,6 +15,9 @@ also sums each tile's weights (split exactly into three bfloat16 parts). A scrat
 for each tile's sum s, with the running maximum m that s uses; after the last block, the mass is 2^(bank - lse) summed
 over the G rows.
 
+Pages: a sparse call's lists name units of the pool instead of units of a sequence, so nothing else changes. Dense and
+score calls copy a block page by page; the page table of this sequence and the next reaches SMEM as lists do.
+
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 
@@ -34,6 +37,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, S
 from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.attention.tpu import pages
 from tessera.attention.tpu.decode_blocks import (
     LANES,
     Cut,
@@ -41,9 +45,11 @@ from tessera.attention.tpu.decode_blocks import (
     count_scopes,
     cut_call,
     find_ranges,
+    lay_out,
     list_units,
     merge,
     stream_lists,
+    stream_table,
 )
 from tessera.attention.tpu.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
 from tessera.attention.tpu.matrix_unit import product, thirds
@@ -94,7 +100,7 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
     it = iter(refs)
     sparse, score = cut.role == "sparse", cut.role == "score"
     ranges = Ranges(*(next(it) for _ in Ranges._fields))
-    q, ids, k, v = next(it), next(it) if sparse else None, next(it), next(it)
+    q, ids, k, v = next(it), next(it) if sparse or cut.table else None, next(it), next(it)
     scales = next(it) if cut.scaled else None
     out, lse, mass = next(it), next(it), next(it) if score else None
     stream = Stream(ranges, ids, k, v, next(it), next(it), next(it), scales, next(it) if cut.scaled else None)
@@ -266,17 +272,13 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     )
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
-    pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16 (int8: 128)
-    scales = ()
-    if cut.scaled:
-        scales = (jnp.pad(kv.scales, [*pad[:2], pad[3], pad[2]]).reshape(-1, 2, cut.stored),)
-    k, v = (jnp.pad(x, pad).reshape(-1, cut.stored, cut.head_dim) for x in (kv.k, kv.v))
-    k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
-    if cut.paged:
-        k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
+    keys = lay_out(cut, kv)
     lists = None if selection is None else list_units(cut, selection)
-    ids = () if lists is None else (stream_lists(cut, lists),)
-    out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v, *scales)
+    table = None if kv.pages is None else pages.clipped(kv.pages, kv.k)
+    ids = () if table is None else (stream_table(table),)
+    if lists is not None:
+        ids = (stream_lists(cut, lists, table),)
+    out, lse, *mass = call(cut, q.dtype, kv.k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, *keys)
     out, lse = merge(out, lse[..., 0])
     shape = (cut.batch, cut.kv_heads, cut.rows)
     out = out.reshape(*shape, cut.head_dim)[:, :, : cut.groups].reshape(q.shape).astype(q.dtype)
@@ -293,7 +295,7 @@ dense = differentiable_decode(attend)
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the call in one role, as `Kernel.launch`."""
-    if role == "dense" and kv.scales is None:
+    if role == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
@@ -324,6 +326,9 @@ def call(cut: Cut, out_dtype, dtype):
                 memory_space=pltpu.SMEM,
             )
         )
+    if cut.table:
+        table = pl.BlockSpec((1, 1, 1, 2 * cut.table), lambda x, t, *_: (0, t, 0, 0), memory_space=pltpu.SMEM)
+        in_specs.append(table)
     sizes = (cut.head_dim, cut.block_s) if cut.lanes else (cut.block_s, cut.head_dim)
     buffer = pltpu.VMEM((2, cut.heads, *sizes), dtype)
     scratch = [
@@ -372,7 +377,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
-    return None
+    return pages.refusal(shapes, in_rows=False)
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -427,6 +432,7 @@ def _kernel(role: str) -> Kernel:
         cost=functools.partial(work.decode, role),
         executions=functools.partial(executions, role),
         scaled=True,
+        paged=True,
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.visibility import decode_range
 from tessera.core.shapes import ceil_div, round_up
@@ -46,6 +46,7 @@ class Cut(NamedTuple):
         scaled: whether keys and values are int8. A copy then moves at least 128 keys, too, because the scales of keys
             lie along lanes.
         exact: whether queries are float32.
+        page: positions per page; None if K and V are contiguous.
     """
 
     role: str
@@ -66,6 +67,7 @@ class Cut(NamedTuple):
     lanes: bool
     scaled: bool
     exact: bool
+    page: int | None
 
     @property
     def chains(self) -> int:
@@ -77,9 +79,14 @@ class Cut(NamedTuple):
         return self.batch * self.pieces
 
     @property
-    def paged(self) -> bool:
-        """Whether K and V are passed as [B * K * J, tile, H], where a listed tile's address is a shift and an add."""
+    def by_unit(self) -> bool:
+        """Whether K and V are passed as [units, tile, H], where a listed tile's address is a shift and an add."""
         return self.role == "sparse" and not (self.lanes or self.scaled) and self.stored % self.unit == 0
+
+    @property
+    def table(self) -> int:
+        """Entries of a sequence's page table that a grid step reads; 0 if none: lists name pages, not positions."""
+        return 0 if self.page is None or self.role == "sparse" else self.stored // self.page
 
     @property
     def tiles_per_unit(self) -> int:
@@ -104,16 +111,18 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
     stored = round_up(shapes.num_keys, LANES if shapes.scaled else PACKED)
     pieces = piece = 1
+    consecutive = shapes.page or stored  # keys that one copy can bring
     if role == "dense":
-        unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
+        unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)
         block_s = round_up(min(block_s, stored), unit)
     elif role == "score":  # a block is 2^n tiles, at most 128, so that its sums never straddle two banks
-        unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
+        unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)
         tiles = max(min(block_s, stored) // spec.tile, 1)
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
     else:
         stored = max(stored, spec.tile)
-        unit = LANES if (shapes.scaled or shapes.head_dim % LANES) and stored % LANES == 0 else spec.tile
+        consecutive = shapes.page or stored
+        unit = LANES if (shapes.scaled or shapes.head_dim % LANES) and consecutive % LANES == 0 else spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)
         block_s = per_block * unit
         piece = round_up(min(shapes.capacity, max(PIECE_IDS // heads, 1)), per_block)
@@ -137,6 +146,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         lanes=shapes.head_dim % LANES != 0 and stored % LANES == 0 and unit == LANES,
         scaled=shapes.scaled,
         exact=shapes.dtype == "float32",
+        page=shapes.page,
     )
 
 
@@ -225,14 +235,42 @@ def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
     return Ranges(*(x.reshape(-1) for x in (lo, hi, begin, count, before, whole_from, whole_to)))
 
 
-def stream_lists(cut: Cut, lists: Lists) -> Array:
+def lay_out(cut: Cut, kv: KeyValues) -> tuple[Array, ...]:
+    """Return K, V and any scales as the kernel takes them (`decode_copies.Stream`)."""
+    if cut.page is None:
+        pad = [(0, 0), (0, 0), (0, cut.stored - cut.num_keys), (0, 0)]  # none if S is a multiple of 16 (int8: 128)
+        scales = ()
+        if cut.scaled:
+            scales = (jnp.pad(kv.scales, [*pad[:2], pad[3], pad[2]]).reshape(-1, 2, cut.stored),)
+        k, v = (jnp.pad(x, pad).reshape(-1, cut.stored, cut.head_dim) for x in (kv.k, kv.v))
+    else:
+        k, v, scales = kv.k, kv.v, (kv.scales,) * cut.scaled
+        if cut.role == "sparse":
+            k, v, *scales = (x.reshape(-1, *x.shape[2:]) for x in (k, v, *scales))
+    k, v = (jnp.swapaxes(x, -2, -1) if cut.lanes else x for x in (k, v))
+    if cut.by_unit:
+        k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
+    return k, v, *scales
+
+
+def stream_table(table: Int32[Array, "B J"]) -> Int32[Array, "1 B 1 2J"]:
+    """Return each sequence's page table, followed by the next sequence's."""
+    return jnp.concatenate([table, jnp.roll(table, -1, axis=0)], axis=-1)[None, :, None]
+
+
+def stream_lists(cut: Cut, lists: Lists, table: Int32[Array, "B J"] | None = None) -> Array:
     """Return list entries [groups of heads, steps, 1, 2 * heads * piece]: each step's piece, then the next step's.
 
-    An entry is a unit's id. If units hold several tiles, it is id * 256 plus the mask of listed tiles. If cut.paged, it
-    is the unit's index in K viewed as [B * K * J, tile, H].
+    An entry is a unit's id. If units hold several tiles, it is id * 256 plus the mask of listed tiles. If cut.by_unit,
+    it is the unit's index in K viewed as [units, tile, H]. With a page table, it is the unit's index in the pool.
     """
-    tiles = lists.units if cut.tiles_per_unit == 1 else lists.units * 256 + lists.bits
-    if cut.paged:
+    units = lists.units
+    if table is not None:
+        per_page, head = cut.page // cut.unit, jnp.arange(cut.kv_heads, dtype=jnp.int32)[:, None]
+        page = jnp.take_along_axis(table[:, None], units // per_page, axis=2, mode="clip")
+        units = (page * cut.kv_heads + head) * per_page + units % per_page
+    tiles = units if cut.tiles_per_unit == 1 else units * 256 + lists.bits
+    if cut.by_unit and table is None:
         head = jnp.arange(cut.batch * cut.kv_heads, dtype=jnp.int32).reshape(cut.batch, cut.kv_heads, 1)
         tiles = tiles + head * (cut.stored // cut.unit)
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
@@ -260,7 +298,7 @@ def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
 
 def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
     """Count runs of the kernel's named scopes for copies and blocks in a call where every row sees [lo, hi)."""
-    parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit",)
+    parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit", "pages") if cut.page else ("unit",)
     scopes = [f"{name}_{part}" for name in ("lead", "start", "wait") for part in ("whole", "part", *parts)]
     blanks = () if cut.scaled else ("blank", "blank_head", "blank_unit")
     counts = Counter(dict.fromkeys([*scopes, *blanks], 0))  # list every scope, even those that run 0 times
@@ -276,8 +314,11 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
             counts.update(block=cut.batch, prefetch=cut.batch - lead, lead_in=lead, units=cut.batch * units)
             for name, times in (("start", cut.batch - lead), ("lead", lead), ("wait", cut.batch)):
                 counts[f"{name}_whole" if whole else f"{name}_part"] += times
+                runs_each = cut.block_s // cut.unit // cut.tiles_at_once
                 if whole and cut.role == "sparse" and name != "wait":
-                    counts[f"{name}_tiles"] += times * cut.heads * (cut.block_s // cut.unit // cut.tiles_at_once)
+                    counts[f"{name}_tiles"] += times * cut.heads * runs_each
+                elif whole and cut.table and name != "wait":
+                    counts[f"{name}_pages"] += times * runs_each
                 elif not whole and cut.role == "sparse":
                     runs = 0 if name == "wait" else max(units - (cut.stored % cut.unit > 0), 0) // cut.tiles_at_once
                     singles = units - runs * cut.tiles_at_once
@@ -308,4 +349,5 @@ def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
         moved += sequences * cut.heads * cut.banks * LANES * 4
     if cut.role == "sparse":
         moved += cut.chains // cut.splits * cut.steps * 2 * cut.heads * cut.piece * 4
+    moved += cut.chains * cut.steps * 2 * cut.table * 4
     return {**counts, "hbm_bytes": moved}

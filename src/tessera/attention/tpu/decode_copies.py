@@ -14,20 +14,25 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tessera.attention.tpu import pages
 from tessera.attention.tpu.decode_blocks import Cut, Ranges
 
 
 class Stream(NamedTuple):
-    """References that the copies of blocks use: ranges and tile ids, K and V in HBM, and the buffers."""
+    """References that the copies of blocks use: ranges and ids of tiles or pages, K and V in HBM, and the buffers.
+
+    A pool of pages is [P * K, page, H] in the sparse role, else [P, K, page, H]. The last two axes of K, V and their
+    buffers are swapped if cut.lanes. Scales have [2, S] or [2, page] in their place.
+    """
 
     ranges: Ranges
-    ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: entries of this step and the next, see `stream_lists`; sparse only
-    k: Any  # in HBM: [B * K, S, H], [B * K, H, S] if cut.lanes, or [B * K * J, tile, H] if cut.paged; v likewise
+    ids: Any  # in SMEM, entries of this step and the next: see `stream_lists` (sparse) or `stream_table` (cut.table)
+    k: Any  # in HBM: [B * K, S, H], or [units, tile, H] if cut.by_unit; v likewise, see below
     v: Any
-    k_block: Any  # two buffers [2, heads, block_s, H], or [2, heads, H, block_s] if cut.lanes; v_block likewise
+    k_block: Any  # two buffers [2, heads, block_s, H]; v_block likewise
     v_block: Any
     copied: Any  # semaphores [2, 2], or [2, 3] if int8: buffer, then K, V or their scales
-    scales: Any = None  # [B * K, 2, S] in HBM; int8 only
+    scales: Any = None  # in HBM; int8 only
     scale_block: Any = None  # [2, heads, 2, block_s]
 
     def arrays(self, cut: Cut) -> list[tuple[Any, Any, bool]]:
@@ -45,7 +50,12 @@ def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
 
 def first_row(cut: Cut, step):
     """Return the index along B * K of the step's first KV head."""
-    return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
+    return step // cut.pieces * cut.kv_heads + first_head(cut)
+
+
+def first_head(cut: Cut):
+    """Return the index along K of the step's first KV head."""
+    return pl.program_id(0) // cut.splits * cut.heads
 
 
 def first_entry(cut: Cut, step, head, block):
@@ -104,14 +114,33 @@ def each(act: str, copies: list) -> None:
 
 def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
     """Start or await (`act`) the copies of a block of consecutive keys; `name` prefixes the named scopes."""
-    heads = pl.ds(first_row(cut, step), cut.heads)
+    heads = pl.ds(first_head(cut) if cut.table else first_row(cut, step), cut.heads)
     begin = pl.multiple_of(block * cut.block_s, cut.unit)
     whole = is_whole(stream, cut, step, block)
+
+    def source(at):
+        if not cut.table:
+            return heads, pl.ds(begin + at, cut.unit)
+        entry, offset = pages.find(begin + at, cut.page, cut.unit)
+        entry = (step - pl.program_id(1)) * cut.table + entry  # `step` is this grid step or the next
+        return stream.ids[0, 0, 0, entry], heads, pl.ds(offset, cut.unit)
+
+    def run(n, _):  # straight-line code, so that the copies' addresses share scalar instructions
+        with jax.named_scope(f"{name}_pages"):
+            first = pl.multiple_of(n * (cut.tiles_at_once * cut.unit), cut.unit)
+            into = pl.ds(first, cut.tiles_at_once * cut.unit)
+            for i in range(cut.tiles_at_once):
+                at = i * cut.unit
+                target = (slot, slice(None), into)
+                inner = (slice(None), pl.ds(at, cut.unit))
+                each(act, copies(stream, cut, source(first + at), target, inner))
 
     @pl.when(whole)
     def _():
         with jax.named_scope(f"{name}_whole"):
-            if act == "start":
+            if act == "start" and cut.table:
+                jax.lax.fori_loop(0, cut.block_s // cut.unit // cut.tiles_at_once, run, None)
+            elif act == "start":
                 every = (slot, slice(None), slice(None))
                 each(act, copies(stream, cut, (heads, pl.ds(begin, cut.block_s)), every))
             else:
@@ -125,8 +154,7 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
             def unit(i, _):
                 with jax.named_scope(f"{name}_unit"):
                     at = pl.multiple_of(i * cut.unit, cut.unit)
-                    source = (heads, pl.ds(begin + at, cut.unit))
-                    each(act, copies(stream, cut, source, (slot, slice(None), pl.ds(at, cut.unit))))
+                    each(act, copies(stream, cut, source(at), (slot, slice(None), pl.ds(at, cut.unit))))
 
             jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
 
@@ -138,9 +166,12 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
     whole = is_whole(stream, cut, step, block)
 
     def source(head, found, size=cut.unit):
-        if cut.paged:
+        if cut.by_unit:
             return (found,)
         id_ = found if cut.tiles_per_unit == 1 else found >> 8
+        if cut.page is not None:
+            page, offset = pages.find(id_ * cut.unit, cut.page, cut.unit)
+            return page, pl.ds(offset, size)
         return (row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
 
     def run(head, first):  # straight-line code, so that the copies' addresses share scalar instructions

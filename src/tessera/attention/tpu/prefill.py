@@ -19,6 +19,7 @@ that the accumulator holds every tile's mass, and its sum over columns is the ro
 bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
 flops per visible (row, key) pair.
 Int8 keys and values are converted to the queries' dtype in VMEM, one chunk at a time.
+The pipeline of the grid fetches key blocks; `prefill_pages` fetches those of keys in pages.
 """
 
 import functools
@@ -36,6 +37,7 @@ from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
+from tessera.attention.tpu import pages, prefill_pages
 from tessera.attention.tpu.matrix_unit import dequantised
 from tessera.attention.tpu.prefill_blocks import (
     LANES,
@@ -217,21 +219,25 @@ def attend(
     spec: AttentionSpec,
     config: Config,
     scales: Array | None = None,
+    table: Array | None = None,
 ) -> AttentionOut:
-    """Run the kernel on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales."""
-    shapes = KeyValues(k, v, scales=scales).shapes(q)
+    """Run the kernel on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales.
+
+    With a page table [B,J], keys, values and scales are pools of pages.
+    """
+    shapes = KeyValues(k, v, table, scales).shapes(q)
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
     kv_heads = k.shape[1]
     if num_queries < cut.block_t:  # only an array shorter than one block needs padding
         q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
     scales = () if scales is None else (scales,)
-    if (short := cut.block_s - k.shape[2]) > 0:
+    if cut.page is None and (short := cut.block_s - k.shape[2]) > 0:
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, short), (0, 0)]) for x in (k, v))
         scales = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, short)]) for x in scales]
     q = jnp.swapaxes(q, 1, 2)
     blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
-    last_block = ceil_div(k.shape[2], cut.block_s) - 1
+    last_block = ceil_div(shapes.num_keys, cut.block_s) - 1
 
     def key_block(b, h, i, j, *positions):
         keys, after = (key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
@@ -245,6 +251,7 @@ def attend(
         result_shape = (batch, q.shape[2], num_heads * dim)
     block = pl.BlockSpec((1, 1, cut.block_s, dim), key_block)
     in_lanes = pl.BlockSpec((1, 1, 2, cut.block_s), lambda *at: (*key_block(*at)[:2], 0, key_block(*at)[2]))
+    keys_in = [block, block, *[in_lanes] * cut.scaled]
     out_specs = [result, pl.BlockSpec((1, 1, 1, 1, cut.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))]
     out_shape = [
         jax.ShapeDtypeStruct(result_shape, q.dtype),
@@ -264,22 +271,30 @@ def attend(
         out_specs.append(pl.BlockSpec((1, 1, 1, tiles, banks * LANES), lambda b, h, i, j, *_: (b, h, i, 0, 0)))
         out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, blocks, tiles, banks * LANES), jnp.float32))
         scratch.append(pltpu.VMEM((ceil_div(banks, LANES), cut.rows, LANES), jnp.float32))
+    run, order = functools.partial(body, cut=cut), "parallel"
+    if table is not None:
+        table = pages.clipped(table, k)[:, None]
+        keys_in = [*[pl.BlockSpec(memory_space=pl.ANY)] * (2 + cut.scaled), pages.table_spec(table)]
+        scratch += prefill_pages.scratch(cut, k.dtype)
+        run, order = functools.partial(prefill_pages.body, body, cut=cut), "arbitrary"
     out, lse, *mass = pl.pallas_call(
-        functools.partial(body, cut=cut),
+        run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, kv_heads, blocks, steps),
-            in_specs=[rows, block, block, *[in_lanes] * cut.scaled],
+            in_specs=[rows, *keys_in],
             out_specs=out_specs,
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
+            dimension_semantics=("parallel", "parallel", order, "arbitrary"),
+            vmem_limit_bytes=vmem_limit(),
+            disable_bounds_checks=table is not None,  # the table is clipped; a check costs 7 instruction bundles a copy
         ),
         cost_estimate=estimate(spec, shapes),
         name="tessera_tpu_score" if spec.mass else "tessera_tpu_dense",
-    )(*positions, q, k, v, *scales)
+    )(*positions, q, k, v, *scales, *([] if table is None else [table]))
     out = out.reshape(batch, -1, num_heads, dim) if cut.flat else jnp.swapaxes(out, 1, 2)
     lse = lse.reshape(batch, kv_heads, blocks, -1, cut.groups, cut.sub_t)
     lse = lse.transpose(0, 2, 3, 5, 1, 4).reshape(batch, -1, num_heads)[:, :num_queries]
@@ -311,9 +326,9 @@ def vmem_limit() -> int:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass; dense is differentiable in q, k and v unless they are int8."""
-    if spec.mass or kv.scales is not None:
-        return attend(q, kv.k, kv.v, positions, spec, config, kv.scales)
+    """Run dense prefill, or the score role if spec.mass; contiguous dense calls are differentiable unless int8."""
+    if spec.mass or kv.scales is not None or kv.pages is not None:
+        return attend(q, kv.k, kv.v, positions, spec, config, kv.scales, kv.pages)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
@@ -331,8 +346,8 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
-    if role == "dense":
-        return None
+    if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
+        return reason
     if spec.tile not in (16, 32, 64, 128):
         return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"
     rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
@@ -406,6 +421,7 @@ def _kernel(role: str) -> Kernel:
         cost=work.prefill,
         executions=executions,
         scaled=True,
+        paged=True,
     )
 
 

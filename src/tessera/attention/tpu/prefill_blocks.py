@@ -19,6 +19,9 @@ from tessera.core.shapes import ceil_div, round_up
 SUB_ROWS = 1024
 """Rows aimed at per pass of the loop over a key block that a mask may cut: `cut_call` halves longer passes. With fewer
 rows, products in the matrix unit wait for each other's results."""
+PAGES_AT_ONCE = 8
+"""Units (pages or parts) whose copies one run of straight-line code starts: a loop per unit takes three times as
+long."""
 CORNER = 256
 """Tokens per token block, and so keys per update in the corner."""
 
@@ -67,6 +70,7 @@ class Cut(NamedTuple):
         turn_t: tokens per pass of the loop over a block that a mask may cut.
         sub_t: tokens per token block, which divides turn_t; the G heads of a token block share one mask.
         flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
+        page: positions per page; None if K and V are contiguous.
     """
 
     spec: AttentionSpec
@@ -84,10 +88,21 @@ class Cut(NamedTuple):
     half_exp: bool
     state_in_vmem: bool
     scaled: bool
+    page: int | None
 
     @property
     def rows(self) -> int:
         return self.block_t * self.groups
+
+    @property
+    def unit(self) -> int:
+        """Keys per copy out of pages: a page, or a key block if pages are longer."""
+        return min(self.page, self.block_s)
+
+    @property
+    def units_at_once(self) -> int:
+        """Units per straight-line run of copies."""
+        return min(PAGES_AT_ONCE, self.block_s // self.unit)
 
     @property
     def corner(self) -> bool:
@@ -146,7 +161,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
     sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, turn_t, sub_t, block_s, chunk, step)
-    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem, shapes.scaled)
+    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem, shapes.scaled, shapes.page)
 
 
 def whole(x, size: int):
@@ -271,6 +286,8 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
         counts["corner"] = diagonal.sum()
     if cut.corner and cut.block_t < cut.block_s:
         counts["before_corner"] = (diagonal * (first - start)).sum() // cut.block_t
+    if cut.page is not None:
+        counts |= count_copies(seen, shapes.num_keys - start, cut)
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
     rows = blocks * cut.block_t * cut.groups
     moved = 2 * seen.sum() * cut.block_s * (dim + 2 if cut.scaled else dim * width) + rows * (2 * dim * width + 4)
@@ -281,6 +298,21 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
         moved += 4 * LANES * ceil_div(shapes.num_keys, cut.bank_keys) * blocks * (cut.block_t // spec.query_tile)
     heads = shapes.batch * shapes.num_kv_heads
     return {name: float(heads * count) for name, count in (counts | {"hbm_bytes": moved}).items()}
+
+
+def count_copies(seen: np.ndarray, left: np.ndarray, cut: Cut) -> dict[str, int]:
+    """Count runs of the scopes of `prefill_pages`.
+
+    Args:
+        seen: [row blocks, key blocks], whether the row block needs the key block.
+        left: [key blocks], valid keys from each block's start on.
+    """
+    units = np.clip(-(-left // cut.unit), 0, cut.block_s // cut.unit)
+    counts = {"wait_unit": (seen * units * (units < cut.block_s // cut.unit)).sum()}
+    for name, times in (("run", units // cut.units_at_once), ("unit", units % cut.units_at_once)):
+        lead = times[seen[0].argmax()]  # every other block is fetched ahead
+        counts |= {f"lead_{name}": lead, f"ahead_{name}": (seen * times).sum() - lead}
+    return counts
 
 
 def launch_steps(spec: AttentionSpec, shapes: Shapes, cut: Cut) -> int:

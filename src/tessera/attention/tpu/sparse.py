@@ -11,6 +11,8 @@ kv_len and the end of the list itself at the end. A buffer of uncut tiles runs b
 straight-line code. In other buffers, masked updates of mask_s keys each cover the listed tiles. The kernel never
 reads ids past count.
 
+Keys in pages: SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
+
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
 the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
 HBM traffic: 2 H elements per (row block, listed key).
@@ -31,6 +33,7 @@ from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
+from tessera.attention.tpu import pages
 from tessera.attention.tpu.matrix_unit import dot, widen
 from tessera.attention.tpu.prefill_rows import weigh
 from tessera.attention.tpu.sparse_tiles import (
@@ -152,7 +155,8 @@ def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: I
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
     """Run grid step (b, h, i): the i-th group of row blocks of KV head h."""
     refs = refs if cut.scaled else (*refs[:5], None, *refs[5:-2], None, None, *refs[-2:])
-    refs = Refs(*refs) if not cut.ones else Refs(*refs[:11], None, *refs[11:])
+    refs = refs if cut.page else (*refs[:6], None, *refs[6:])
+    refs = Refs(*refs) if not cut.ones else Refs(*refs[:12], None, *refs[12:])
     positions, step = Positions(q_start, kv_len, q_len), pl.program_id(2)
     items = [read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
     ahead = [read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
@@ -281,12 +285,13 @@ def launch(
     cut = cut_call(spec, shapes, config)
     lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
-    if cut.num_keys > k.shape[2]:  # pad S to a multiple of 16, where copies must start
+    if cut.page is None and cut.num_keys > k.shape[2]:  # pad S to a multiple of 16, where copies must start
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
-    scales = ()
-    if cut.scaled:
+    scales = (kv.scales,) * cut.scaled
+    if cut.scaled and cut.page is None:
         scales = (jnp.pad(kv.scales, [(0, 0), (0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys)]),)
     lists = pack_lists(selection, cut)
+    tables = () if cut.page is None else (pages.clipped(kv.pages, k)[:, None],)
 
     length = cut.num_blocks * cut.block_t
     padded = cut.tokens != cut.block_t
@@ -326,7 +331,7 @@ def launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, kv_heads, num_steps),
-            in_specs=[listed(0), listed(1), row, in_hbm, in_hbm, *[in_hbm] * cut.scaled],
+            in_specs=[listed(0), listed(1), row, *[in_hbm] * (2 + cut.scaled), *map(pages.table_spec, tables)],
             out_specs=[out, pl.BlockSpec((1, 1, cut.items, 1, cut.rows), lambda b, h, i, *_: (b, h, i, 0, 0))],
             scratch_shapes=[
                 pltpu.VMEM((*rows, head_dim), q.dtype),
@@ -353,7 +358,7 @@ def launch(
             transcendentals=int(needed["flops"]) // (4 * head_dim),
         ),
         name="tpu_sparse_prefill",
-    )(*positions, lists, lists, q, k, v, *scales)
+    )(*positions, lists, lists, q, k, v, *scales, *tables)
 
     out = out.reshape(*out.shape[:2], num_heads, head_dim) if cut.flat else jnp.swapaxes(out, 1, 2)
     lse = lse.reshape(batch, kv_heads, cut.num_blocks, cut.groups, cut.block_t)
@@ -376,9 +381,10 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if not scale > 0:
         return f"scale={scale} must be positive"
     needed = list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
-    if needed > SMEM_BYTES:
-        return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {SMEM_BYTES} for them"
-    return None
+    room = SMEM_BYTES - pages.table_bytes(shapes)
+    if needed > room:
+        return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {room} for them"
+    return pages.refusal(shapes, in_rows=True)
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -426,5 +432,6 @@ KERNELS = (
         cost=work.sparse_prefill,
         executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
         scaled=True,
+        paged=True,
     ),
 )

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.tpu import pages
 from tessera.attention.tpu.matrix_unit import LANES, dequantised
 from tessera.core.shapes import ceil_div, round_up
 
@@ -40,6 +41,7 @@ class Cut(NamedTuple):
         items: row blocks per grid step.
         block_tiles, chunk_tiles, mask_tiles: tiles per buffer, per unmasked update and per masked update.
         flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
+        page: positions per page; None if K and V are contiguous.
     """
 
     spec: AttentionSpec
@@ -58,6 +60,7 @@ class Cut(NamedTuple):
     matrix_sums: bool
     half_exp: bool
     scaled: bool
+    page: int | None
 
     @property
     def rows(self) -> int:
@@ -85,12 +88,14 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
     while block_tiles % chunk_tiles:
         chunk_tiles -= 1
     most = max(min(MOST_ITEMS, COPIES // block_tiles), 1) if parts == 1 else 1
-    most = max(min(most, SMEM_BYTES // list_bytes(shapes.capacity, block_tiles)), 1)
+    room = SMEM_BYTES - pages.table_bytes(shapes)
+    most = max(min(most, room // list_bytes(shapes.capacity, block_tiles)), 1)
     items = min(max(config.step_rows // (block_t * groups), 1), num_blocks, most)
     flat = (groups * shapes.head_dim) % LANES == 0
     half = config.half_exp and shapes.dtype == "bfloat16"
     sizes = (groups, shapes.head_dim, num_keys, num_blocks, tokens, block_t, parts, items)
-    return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, flat, config.matrix_sums, half, shapes.scaled)
+    switches = (flat, config.matrix_sums, half, shapes.scaled, shapes.page)
+    return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, *switches)
 
 
 def list_bytes(capacity: int, block_tiles: int) -> int:
@@ -104,9 +109,10 @@ class Refs(NamedTuple):
     lists: Array  # SMEM [1,1,P,1,X]: see pack_lists
     ahead: Array  # likewise, the lists of the next grid step
     q: Array  # [1,G,P*block_t,H]
-    k: Array  # HBM [B,K,S,H]
+    k: Array  # HBM [B,K,S,H], or a pool [pages,K,page,H]
     v: Array
-    scales: Array | None  # HBM [B,K,2,S]; int8 only, as its buffers [P,2,block_s]
+    scales: Array | None  # HBM [B,K,2,S] or [pages,K,2,page]; int8 only, as its buffers [P,2,block_s]
+    table: Array | None  # SMEM [1,1,J]: the sequence's pages; None if K and V are contiguous
     out: Array  # [1,P*block_t,G*H], or like q
     lse: Array  # [1,1,P,1,R]
     q_scaled: Array  # [P,R,H]
@@ -234,16 +240,20 @@ def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
     batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
     entry = target.buffer * cut.block_tiles + j + 1
     index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
-    key = tile_start(index, cut)
+    if cut.page is None:
+        row, key = batch, tile_start(index, cut)
+    else:
+        at, key = pages.find(index * tile, cut.page, tile)
+        row = refs.table[0, 0, at]
 
     @pl.when(j < target.counts[p])
     def start():
         at = pl.ds(j * tile if isinstance(j, int) else pl.multiple_of(j * tile, PACKED), tile)
         for hbm, tiles in zip((refs.k, refs.v), refs.tiles(target.slot), strict=True):
-            source = hbm.at[batch, head, pl.ds(key, tile)]
+            source = hbm.at[row, head, pl.ds(key, tile)]
             pltpu.make_async_copy(source, tiles.at[p, at], refs.arrived.at[target.slot]).start()
         if cut.scaled:
-            source, into = refs.scales.at[batch, head, :, pl.ds(key, tile)], refs.buffer_scales(target.slot)
+            source, into = refs.scales.at[row, head, :, pl.ds(key, tile)], refs.buffer_scales(target.slot)
             pltpu.make_async_copy(source, into.at[p, :, at], refs.arrived.at[target.slot]).start()
 
 

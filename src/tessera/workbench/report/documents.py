@@ -15,7 +15,7 @@ from types import MappingProxyType
 from tessera.core.units import three
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
-from tessera.workbench.report import planned
+from tessera.workbench.report import planned, served
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
 from tessera.workbench.report import weights as report_weights
@@ -44,6 +44,7 @@ PAGES = (
     "docs/answers.md",
     "docs/speed.md",
     "docs/runtime.md",
+    "docs/serving.md",
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
@@ -353,6 +354,9 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "planned": planned.steps,
         "parts": planned.parts,
         "planned-bits": planned.fewer_bits,
+        "step-memory": planned.step_memory,
+        "served": served.capacities,
+        "served-days": served.days,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,
@@ -392,9 +396,10 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
 
 COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
-    *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer"),
+    *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer", "simulated serving"),
 )
-"""Operations whose result depends only on a compiler. A newer record replaces one even from another machine."""
+"""Operations whose result depends only on a compiler or a roofline. A newer record replaces one even from another
+machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:

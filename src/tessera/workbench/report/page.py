@@ -14,6 +14,7 @@ from tessera.core.units import quantity
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real_pictures as report_real_pictures
+from tessera.workbench.report import served
 from tessera.workbench.report.documents import MACHINE_TABLES
 from tessera.workbench.report.markdown import current, is_prediction, joined, ratio_of, repeat_with, side_by_side
 from tessera.workbench.report.pictures import PICTURES
@@ -68,7 +69,7 @@ def render(records: Iterable[Record]) -> str:
             raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
     latest = current(every)
     pictures = []
-    for name, draw in (PICTURES | report_real_pictures.PICTURES).items():
+    for name, draw in (PICTURES | report_real_pictures.PICTURES | served.PICTURES).items():
         picture = draw(every if name == "progress" else latest)
         if picture is not None:
             flag = any(map(is_prediction, picture.records))
@@ -142,7 +143,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a page, with the real model's pictures next to it; return the record count.
+    """Render the records under a folder to a page, with pictures of their own files next to it; return the count.
 
     Raises:
         ValueError: the folder holds no records, or one that cannot be traced.
@@ -151,7 +152,7 @@ def write(folder: Path, out: Path) -> int:
     if not records:
         raise ValueError(f"{folder} holds no records: run `tessera bench` first, or name another folder")
     files.replace_text(out, render(records))
-    for name, draw in report_real_pictures.PICTURES.items():
+    for name, draw in (report_real_pictures.PICTURES | served.PICTURES).items():
         picture = draw(current(records))
         if picture is not None:
             files.replace_text(out.with_name(f"{name}.svg"), picture.svg)

@@ -1,11 +1,12 @@
-"""The tables of `tessera study planner` and `tessera study fusions`."""
+"""The tables of `tessera study planner`, `tessera study fusions` and `tessera study memory`."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
 
 from tessera.core.units import three
+from tessera.workbench import measure
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, newest, provenance, quantity
+from tessera.workbench.report.markdown import interval, markdown, newest, provenance, quantity
 
 
 def steps(records: Sequence[Record]) -> str:
@@ -90,3 +91,28 @@ def fewer_bits(records: Sequence[Record]) -> str:
         rows.append([name, record.what.kernel, *sizes, f"{three(facts['decode_ms'])} ms", goal])
     header = ["step", "attention", "planned", "compiled", "predicted per token", "goal"]
     return markdown(header, rows) + provenance(list(chosen.values())) if rows else ""
+
+
+def step_memory(records: Sequence[Record]) -> str:
+    """Show the memory of steps in several forms; in brackets, relative to the step's first form, as are the times.
+
+    Results that take the place of a donated argument count once, as arguments. Other work on the machine slows all
+    forms, so that times are shown only relative to each other.
+    """
+    chosen = newest(r for r in records if r.what.op == "memory of a step")
+    first: dict[str, Record] = {}
+    rows = []
+    for record in chosen:
+        base, held = first.setdefault(record.what.workload, record), record.facts["memory"]
+        total, took = quantity(record.median, "bytes"), ""
+        if record is not base:
+            total += f" ({record.median / base.median:.2f})"
+        if ms := record.facts.get("ms_samples"):
+            theirs = base.facts["ms_samples"]
+            ends = (f"{end:.2f}" for end in measure.ratio_interval(ms, theirs))
+            took = "1" if record is base else f"{measure.ratio(ms, theirs):.2f}{interval(*ends, len(ms))}"
+        sizes = held["argument"], held["output"] - held["alias"], held["temp"]
+        parts = (quantity(size, "bytes") for size in sizes)
+        rows.append([record.what.workload, f"{record.what.kernel}, {record.what.dtype}", total, *parts, took])
+    header = ["step", "form", "memory", "arguments", "new results", "temporaries", "time, measured (95 %)"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""

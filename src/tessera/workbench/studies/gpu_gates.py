@@ -57,6 +57,8 @@ LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes of an extra case for prefill's default blocks: no block size divides them."""
 KV_HEADS = 2
+PAGE = 64
+"""Positions per page in the cases on pages: half of dense prefill's default block."""
 BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
@@ -84,7 +86,7 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
         spec=AttentionSpec(tile=case["tile"], query_tile=case["query_tile"], **MASKS[case["mask"]]),
         fraction=0.1,
     )
-    return spec, shapes._replace(scaled=case.get("scaled", False))
+    return spec, shapes._replace(scaled=case.get("scaled", False), page=case.get("page"))
 
 
 def kernel_of(case: Mapping[str, Any]) -> Kernel:
@@ -109,8 +111,8 @@ def cases() -> Iterator[dict[str, Any]]:
     configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
     only one of its tiles and one of the dtypes, in turn. One dtype is enough, because a dtype changes the names of
     instructions, not their registers. Each configuration in the search spaces of the calls in OTHERS gets one tile and
-    two masks. `scaled_cases` lists the calls on int8 keys. Calls that a kernel refuses are left out. The gradient of
-    dense prefill comes last.
+    two masks. `scaled_cases` lists the calls on int8 keys, `paged_cases` those on keys in pages. Calls that a kernel
+    refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
@@ -139,6 +141,7 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
     for sizes in OTHERS.get((kernel.role, kernel.phase), ()):
         yield from other_cases(kernel, {**blank, **sizes})
     yield from scaled_cases(kernel, blank)
+    yield from paged_cases(kernel, blank)
 
 
 def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -162,6 +165,14 @@ def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str,
             if json.dumps(config) not in met:
                 met.add(json.dumps(config))
                 yield {**case, "config": config}
+
+
+def paged_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the cases on keys in pages of PAGE: default blocks, at two tiles, with the causal mask and a window."""
+    tiles, keys = ((16, PAGE) if kernel.role != "dense" else (128,)), ({}, {"scaled": True})
+    for tile, mask, kind in product(tiles, (PLAIN, "window"), keys if kernel.paged else ()):
+        case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask, "page": PAGE, **kind}
+        yield from filter(taken, (case,))
 
 
 def taken(case: Mapping[str, Any]) -> bool:
@@ -276,39 +287,47 @@ def stored(report: sass.Report) -> dict[str, Any]:
 
 def identity(case: Mapping[str, Any]) -> str:
     """Return a text that identifies the case, equal for the case and its line in the file of results."""
-    names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads scaled".split()
+    names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads scaled page".split()
     return json.dumps([case.get(name) for name in names])
 
 
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
     """Build one record per kernel and configuration: the share of its cases that pass, the failed gates, the reports.
 
-    In the facts, `planned` and `tried` count the kernel's cases over all its configurations, and `commits` the cases
-    that each commit compiled (the record names the last commit).
+    Calls on int8 keys and on pages have records of their own. In the facts, `planned` and `tried` count the kernel's
+    cases of that kind over all its configurations, and `commits` the cases that each commit compiled (the record names
+    the last commit).
     """
-    planned, tried = (Counter(case["kernel"] for case in some) for some in (cases(), found))
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    planned, tried = (Counter((case["kernel"], kind_of(case)) for case in some) for some in (cases(), found))
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for case in found:
-        groups.setdefault((case["kernel"], case["settings"] or json.dumps(case["config"])), []).append(case)
+        own = case["kernel"], kind_of(case), case["settings"] or json.dumps(case["config"])
+        groups.setdefault(own, []).append(case)
     made = []
-    for (kernel, settings), members in groups.items():
-        names = "head_dim dtype tile query_tile mask group batch kv_heads length scaled".split()
+    for (kernel, kind, settings), members in groups.items():
+        names = "head_dim dtype tile query_tile mask group batch kv_heads length scaled page".split()
         passed = [not member["broken"] for member in members]
         facts = {
             "cases": len(members),
-            "planned": planned[kernel],
-            "tried": tried[kernel],
+            "planned": planned[kernel, kind],
+            "tried": tried[kernel, kind],
             "ended_by_time": sum(map(campaign.out_of_time, members)),
             "commits": dict(Counter(member.get("commit") for member in members)),
             "broken": sorted({text for member in members for text in member["broken"]})[:20],
             "reports": [[*(member.get(name) for name in names), member["kernels"]] for member in members],
         }
-        what = evidence.What(op="gpu gates", kernel=kernel, workload=f"{settings}, {CHIP}")
+        what = evidence.What(op="gpu gates", kernel=kernel, workload=f"{settings}, {CHIP}{kind}")
         how = evidence.How(iterations=len(members), check="compiled without a GPU, the report read")
         share = sum(passed) / len(passed)
         record = evidence.make(what, [share], command=command, unit="fraction", how=how, facts=facts)
         made.append(campaign.of_its_code(record, members[-1]))
     return made
+
+
+def kind_of(case: Mapping[str, Any]) -> str:
+    """Return how the case's keys are stored, in words that follow the chip's name."""
+    kinds = (["int8 keys"] if case.get("scaled") else []) + (["pages"] if case.get("page") else [])
+    return " with " + " in ".join(kinds) if kinds else ""
 
 
 def study(options: Any) -> int:
@@ -326,7 +345,8 @@ def study(options: Any) -> int:
         return 0
     found, code = files.read_lines(options.out), asdict(evidence.code())
     done = {identity(line) for line in found if campaign.is_done(line, code) or still_counts(line)}
-    todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
+    asked = (case for case in cases() if options.kernel in case["kernel"] and options.keys in kind_of(case))
+    todo = [case for case in asked if identity(case) not in done]
     random.Random(0).shuffle(todo)  # so that an interrupted run has covered a bit of everything
     todo.sort(key=urgency)
     if options.list:

@@ -1,0 +1,50 @@
+"""Keys in pages on Hopper: where in a pool the copy engine finds a run of keys.
+
+A pool [P,K,page,H] has as many axes as contiguous keys [B,K,S,H], so a copy from a page differs from another one only
+in its first index, the page instead of the sequence, and in where in the page it begins. Nothing is moved before the
+launch: whoever starts a copy reads one entry of the page table per page.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera.attention.contract import Shapes
+
+LEAST_KEYS = 16
+"""Keys that every copy takes at least; pages are multiples of it."""
+
+
+def piece_of(size: int, page: int | None) -> int:
+    """Return the keys per copy of a run that begins at a multiple of `size` keys: as many as lie in one page."""
+    return size if page is None else math.gcd(size, page)
+
+
+def places(table: Any, sequence: Any, start: Any, size: int, page: int | None) -> list[tuple[Any, Any]]:
+    """Return the place of each copy of `piece_of(size, page)` keys: (first index of the pool, key in the page).
+
+    If `page` is None, the only place is (sequence, start). Positions after the table's last page are read from that
+    page, so they count as padding: callers mask keys at or past kv_len.
+
+    Args:
+        table: reference to the page table [B,J]; None if keys are contiguous.
+        sequence: row of the table.
+        start: position of the first key, a multiple of `piece_of(size, page)`.
+        size: number of keys.
+        page: positions per page; None if keys are contiguous.
+    """
+    if page is None:
+        return [(sequence, start)]
+    last = table.shape[1] - 1
+    keys = [start + n for n in range(0, size, piece_of(size, page))]
+    entries = [jnp.minimum(jax.lax.div(key, jnp.int32(page)), last) for key in keys]
+    return [(table[sequence, at], jax.lax.rem(key, jnp.int32(page))) for at, key in zip(entries, keys, strict=True)]
+
+
+def page_refusal(shapes: Shapes, least: int = LEAST_KEYS) -> str | None:
+    """Return why copies of `least` keys or more cannot read pages of this size; None if they can."""
+    if shapes.page is None or shapes.page % least == 0:
+        return None
+    return f"pages of {shapes.page} positions must be a multiple of {least}: a copy takes that many keys or more"

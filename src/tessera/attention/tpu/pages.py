@@ -1,0 +1,63 @@
+"""Pages of keys and values as TPU kernels read them: the sizes they take, and a sequence's table in SMEM.
+
+A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the tables of one or
+two sequences at a time, double-buffered, never the table of the whole batch.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Int32
+
+from tessera.attention.contract import Shapes
+from tessera.attention.tpu.matrix_unit import LANES
+from tessera.core.shapes import round_up
+
+PACKED = 16
+"""Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
+MOST_PAGES = 1 << 14
+"""Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
+
+
+def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
+    """Return why a TPU kernel cannot read the call's pages; None if it can or the keys are contiguous.
+
+    `in_rows` says that the kernel reads every key as a row of H lanes, whatever H is.
+    """
+    if shapes.page is None:
+        return None
+    if in_rows and shapes.head_dim % LANES:
+        reason = "a TPU stores other pages with keys along lanes, and XLA would copy the whole pool for this kernel"
+        return f"head_dim={shapes.head_dim} must be a multiple of {LANES} for keys in pages: {reason}"
+    least = LANES if shapes.scaled else PACKED  # scales lie along lanes
+    if shapes.page < least or shapes.page & (shapes.page - 1):
+        kind = " with int8 keys" if shapes.scaled else ""
+        return f"pages of {shapes.page} positions must be a power of two of at least {least}{kind}"
+    if shapes.num_pages > MOST_PAGES:
+        return f"a table of {shapes.num_pages} pages is longer than the {MOST_PAGES} that fit SMEM: take larger pages"
+    return None
+
+
+def table_bytes(shapes: Shapes) -> int:
+    """Return the bytes of SMEM for one sequence's table, double-buffered."""
+    return 2 * 4 * round_up(shapes.num_pages, LANES)
+
+
+def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
+    """Return the window of a grid whose first axis is the sequence: its table, in SMEM."""
+    return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
+
+
+def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
+    """Return the table with its entries clipped to the pool: an invalid entry reads wrong keys, never other memory."""
+    return jnp.clip(table, 0, pool.shape[0] - 1)
+
+
+def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:
+    """Return the page's index in its sequence's table, and the offset in the page, of a unit that starts at `position`.
+
+    Both sizes are powers of two: a shift and a mask take a TPU's scalar unit one step each, a division a dozen.
+    """
+    bits = page.bit_length() - 1
+    return position >> bits, 0 if unit == page else pl.multiple_of(position & (page - 1), unit)

@@ -1,0 +1,39 @@
+"""The flags of `tessera simulate`. Heavy imports wait until it runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tessera.cli.flags import Several
+from tessera.core.files import check_writable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Simulate serving Llama-3.1-8B for a day: the real scheduler, page pool and prefix cache, with predicted step
+    times. Needs no chip."""
+
+    machine: Several[Literal["v6e-8", "h200-8"]] = ()
+    """Machines: two replicas of four v6e, four replicas of two H200; both if not given."""
+    day_hours: float = 24.0
+    """Hours that the day takes; 0 leaves it out. A shorter day has the same rates, for less long."""
+    minutes: float = 20.0
+    """Minutes of constant load at each rate tried to find a capacity."""
+    out: Path = Path("evidence/simulate.jsonl")
+    """File to append the records to."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Simulate every scenario and append a record each."""
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # the records only name this machine
+        from tessera.workbench import evidence
+        from tessera.workbench.simulate import study
+
+        check_writable(self.out)
+        for machine in self.machine or tuple(study.MACHINES):
+            for record in study.run(machine, day_hours=self.day_hours, minutes=self.minutes):
+                evidence.append(self.out, record)
+        return 0

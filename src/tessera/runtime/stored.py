@@ -1,0 +1,55 @@
+"""The prefix cache of a pool, which may keep pages on disk when they leave the memory."""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from tessera.models.pages import Pages
+from tessera.runtime.pool import Pool
+from tessera.runtime.prefix import Prefix
+from tessera.runtime.spill import Spill
+
+
+class StoredPrefix(Prefix):
+    """Published pages of a pool by hash, in memory and, with `Paging.spill`, on disk.
+
+    A page goes to disk when it is evicted, or when `close` is called, and comes back when a prompt matches it.
+    """
+
+    def __init__(self, pool: Pool):
+        paging, salt = pool.paging, pool.salt()
+        self.pool = pool
+        self.spill = None if paging.spill is None else Spill(paging.spill, salt, paging.spill_bytes)
+        super().__init__(Pages(paging.num_pages, paging.page), salt, None if self.spill is None else self._store)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the pages of the longest run of hashes in memory or on disk, as `Prefix.match` does.
+
+        `hashes` starts at a sequence's first page, or at a page that is in memory.
+        """
+        run = super().match(hashes)
+        while self.spill is not None and len(run) < len(hashes) and self.available:
+            index = len(run)
+            arrays = self.spill.load(hashes[index])
+            if arrays is None:
+                break
+            [page] = self.allocate(1)
+            self.pool.restore([page], [jax.tree.unflatten(jax.tree.structure(self.pool.cache), arrays)])
+            run.append(self.publish(hashes[index], hashes[index - 1] if index else None, page))
+        return run
+
+    def forget(self, pages: Iterable[int]) -> list[bytes]:
+        """Withdraw bad pages, as `Prefix.forget` does, from the disk too."""
+        withdrawn = super().forget(pages)
+        for name in withdrawn if self.spill is not None else ():
+            self.spill.remove(name)
+        return withdrawn
+
+    def close(self) -> None:
+        """Write all pages to disk, so that the next start finds them."""
+        for name, page in self.held() if self.spill is not None else ():
+            self._store(name, page)
+
+    def _store(self, name: bytes, page: int) -> None:
+        if not self.spill.has(name):
+            self.spill.save(name, jax.tree.leaves(self.pool.save([page])))

@@ -1,0 +1,102 @@
+"""The tables and the picture of `tessera simulate`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from matplotlib.figure import Figure
+
+from tessera.core.units import three
+from tessera.workbench.evidence import Record
+from tessera.workbench.report.markdown import markdown, newest, provenance, quantity
+from tessera.workbench.report.pictures import COLOURS, INK, Picture, drawn
+
+OP = "simulated serving"
+
+
+def _chosen(records: Sequence[Record], scenario: str) -> list[tuple[str, str, Record]]:
+    """Return (machine, rest of the scenario's name, record) of the newest records of a scenario."""
+    found = []
+    for record in newest(r for r in records if r.what.op == OP):
+        machine, name = record.what.workload.split(", ", 1)
+        if name.startswith(scenario):
+            found.append((machine, name.removeprefix(scenario), record))
+    return found
+
+
+def capacities(records: Sequence[Record]) -> str:
+    """Show the load that one replica serves within the limits, by mix, attention and scheduler."""
+    chosen = _chosen(records, "capacity, ")
+    rows = []
+    for machine, mix, record in chosen:
+        facts, versus = record.facts, record.comparison
+        first = "; ".join(f"{kind} {quantity(found['p99'], 's')}" for kind, found in facts.get("ttft_s", {}).items())
+        ratio = "" if versus is None or versus.against == record.what.kernel else f"{versus.ratio:.2f}"
+        if ratio and versus.target:
+            ratio += f" ({versus.target}: {'met' if versus.met else '**missed**'})"
+        gaps, cached = facts.get("itl_ms", {}), facts.get("cached_share")
+        rows.append(
+            [
+                machine,
+                mix,
+                record.what.kernel,
+                three(record.median),
+                ratio,
+                first,
+                f"{gaps['p99']:.0f} ms" if gaps else "",
+                "" if cached is None else f"{100 * cached:.0f} %",
+            ]
+        )
+    header = ["machine", "mix", "attention, scheduler", "requests/s of a replica", "the first row's times this"]
+    header += ["p99 to the first token", "p99 between tokens", "prompt tokens from the cache"]
+    return markdown(header, rows) + provenance([record for *_, record in chosen]) if rows else ""
+
+
+def days(records: Sequence[Record]) -> str:
+    """Show the simulated days and greedy tenants with their goals."""
+    chosen = [*_chosen(records, "day of "), *_chosen(records, "greedy tenant")]
+    rows = []
+    for machine, _, record in chosen:
+        facts = record.facts
+        if "jain" in facts:
+            said = f"Jain's index {facts['jain']:.3f}; the others' p99 to the first token "
+            said += (
+                f"{facts['ratio']:.2f} times as long ({' and '.join(quantity(s, 's') for s in facts['others_p99_s'])})"
+            )
+            said += (
+                f"; their share in the limits {' and '.join(quantity(s, 'fraction') for s in facts['others_in_slo'])}"
+            )
+            said += f"; from the cache {' and '.join(quantity(s, 'fraction') for s in facts['others_cached_share'])}"
+        else:
+            said = f"{facts['submitted']:,} requests, {facts['lost']} lost, {quantity(facts['in_slo'], 'fraction')} in "
+            said += f"the limits; replicas busy {quantity(facts['busy'], 'fraction')}; {facts['preempted']} gave way"
+        rows.append([machine, record.what.workload.split(", ", 1)[1], said, "met" if facts["met"] else "**missed**"])
+    header = ["machine", "scenario", "result", "goals"]
+    return markdown(header, rows) + provenance([record for *_, record in chosen]) if rows else ""
+
+
+def day(records: Sequence[Record]) -> Picture | None:
+    """Plot each simulated day: requests per second, and p99 of the time to the first token over its limit."""
+    chosen = _chosen(records, "day of ")
+    if not chosen:
+        return None
+
+    def draw(figure: Figure) -> None:
+        for axes, (machine, length, record) in zip(figure.subplots(len(chosen), squeeze=False).flat, chosen):
+            found = record.facts["hours"]
+            at = [each["hour"] + 0.5 for each in found]
+            axes.bar(at, [each["requests_per_s"] for each in found], 0.9, color=COLOURS[0], alpha=0.35)
+            axes.set(title=f"{machine}, a day in {length}", ylabel="requests per second", xlim=(0, 24))
+            right = axes.twinx()
+            right.plot(at, [each["ttft_of_limit_p99"] for each in found], "o-", color=COLOURS[1])
+            right.axhline(1, color=INK, linewidth=1)
+            right.set(ylabel="p99 to the first token / limit", ylim=(0, None))
+            right.grid(False)
+        figure.axes[-2].set_xlabel("hour")
+
+    title = "Simulated days: load (bars) and p99 of the time to the first token over its limit (line)"
+    return Picture(title, drawn(draw, (10, 3.2 * len(chosen))), tuple(record for *_, record in chosen))
+
+
+PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType({"served-day": day})
+"""Pictures by file name. The report also writes each to its own SVG file."""

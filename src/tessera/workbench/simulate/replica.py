@@ -1,0 +1,186 @@
+"""One replica: the engine's loop on a clock that predicted step times advance, with the real scheduler, pool and cache.
+
+The loop is that of the paged engine: admit, decode one token of every answering row, prefill what the scheduler allows,
+publish the pages that prefill filled. A request's prompt gets all its pages when it is admitted; its answer takes pages
+as it grows, and the scheduler's victim gives way when there are none.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tessera.core.shapes import ceil_div
+from tessera.models.pages import OutOfPages, Pages
+from tessera.runtime.prefix import Prefix
+from tessera.runtime.scheduler import Costs, Scheduler, Work
+from tessera.workbench.simulate.machine import UNIT
+from tessera.workbench.simulate.traffic import Arrival
+
+LEAP = 32
+"""Decode steps taken at once while nothing waits or prefills; their keys differ by too little to change a step."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Open:
+    """A request that has not ended.
+
+    Attributes:
+        hashes: of the prompt's pages that others may share.
+        pages: of the positions from 0 on.
+        published: pages offered to the prefix cache or taken from it.
+        cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
+        first_s: time of the first token; None before it.
+        ended_s: time of the last token.
+    """
+
+    arrival: Arrival
+    work: Work
+    hashes: Sequence[bytes]
+    pages: list[int] = field(default_factory=list)
+    published: int = 0
+    cached_tokens: int | None = None
+    first_s: float | None = None
+    ended_s: float | None = None
+
+
+class Replica:
+    """A server of `slots` rows on a pool of `num_pages` pages.
+
+    Attributes:
+        now_s: end of the last step.
+        busy_s: seconds of all steps.
+        gaps: number of tokens that came after a step of so many milliseconds.
+        ended: requests that ended since the list was last emptied.
+        preempted: times that a request gave way.
+    """
+
+    def __init__(self, scheduler: Scheduler, num_pages: int, *, slots: int = 64, costs: Costs | None = None):
+        self.scheduler, self.slots, self.costs = scheduler, slots, costs or scheduler.costs
+        self.num_pages = num_pages
+        self.now_s = self.busy_s = 0.0
+        self.gaps: Counter[int] = Counter()
+        self.ended: list[Open] = []
+        self.preempted = 0
+        self.restart()
+
+    def restart(self) -> list[Open]:
+        """Lose all keys and open requests; return the requests, for another replica."""
+        lost = [] if not hasattr(self, "waiting") else [*self.waiting.values(), *self.prefilling.values(), *self.rows]
+        self.prefix = Prefix(Pages(self.num_pages, UNIT), b"simulated")
+        self.waiting: dict[int, Open] = {}
+        self.prefilling: dict[int, Open] = {}
+        self.rows: list[Open] = []
+        return lost
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted seconds of the prompts that are not computed yet."""
+        works = [each.work for queue in (self.waiting, self.prefilling) for each in queue.values()]
+        return sum(self.scheduler.costs.step_s([(w.position, w.prompt_tokens - w.position)], ()) for w in works)
+
+    def submit(self, request: Open) -> None:
+        """Take a request."""
+        self.waiting[request.work.id] = request
+
+    def run_until(self, end_s: float) -> None:
+        """Take steps until the clock reaches `end_s` or nothing is left to do."""
+        while self.now_s < end_s:
+            if not (self.waiting or self.prefilling or self.rows):
+                self.now_s = end_s
+                return
+            self._step(end_s)
+
+    def _step(self, end_s: float) -> None:
+        self._admit()
+        rows = list(self.rows)
+        decode = [each.work for each in rows]
+        shares = []
+        if self.prefilling:
+            works = [each.work for each in self.prefilling.values()]
+            shares = self.scheduler.chunk(self.now_s, works, decode)
+        keys = [work.prompt_tokens + work.generated for work in decode]
+        seconds = self.costs.step_s([(work.position, count * UNIT) for work, count in shares], keys)
+        steps = 1
+        if not (self.prefilling or self.waiting):
+            left = min(each.arrival.answer_tokens - each.work.generated for each in rows)
+            steps = max(1, min(LEAP, left, int((end_s - self.now_s) / seconds)))
+        self.now_s += steps * seconds
+        self.busy_s += steps * seconds
+        if rows:
+            self.gaps[int(1e3 * seconds)] += steps * len(rows)
+        for each in rows:
+            self._answered(each, steps)
+        for work, count in shares:
+            if work.id in self.prefilling:  # a row that grew may have pushed it out
+                self._prefilled(self.prefilling[work.id], count)
+
+    def _admit(self) -> None:
+        free = self.slots - len(self.rows) - len(self.prefilling)
+        if free <= 0 or not self.waiting:
+            return
+        waiting, prefill = ([each.work for each in group.values()] for group in (self.waiting, self.prefilling))
+        for work in self.scheduler.admit(self.now_s, waiting, prefill):
+            request = self.waiting[work.id]
+            pages = self.prefix.match(request.hashes)
+            need = ceil_div(work.prompt_tokens + work.generated + 1, UNIT) - len(pages)
+            try:
+                pages += self.prefix.allocate(need)
+            except OutOfPages:
+                self.prefix.pages.release(pages)
+                return  # nobody overtakes: the pages that come free next are this request's
+            request.pages, request.published = pages, len(pages) - need
+            work.position = request.published * UNIT
+            if request.cached_tokens is None:
+                request.cached_tokens = work.position
+            self.prefilling[work.id] = self.waiting.pop(work.id)
+            free -= 1
+            if not free:
+                return
+
+    def _prefilled(self, request: Open, count: int) -> None:
+        work = request.work
+        tokens = min(count * UNIT, work.prompt_tokens - work.position)
+        work.position += tokens
+        self.scheduler.served(work, tokens)
+        for index in range(request.published, min(work.position // UNIT, len(request.hashes))):
+            parent = request.hashes[index - 1] if index else None
+            request.pages[index] = self.prefix.publish(request.hashes[index], parent, request.pages[index])
+            request.published = index + 1
+        if work.position < work.prompt_tokens:
+            return
+        del self.prefilling[work.id]
+        self.rows.append(request)
+        if not work.generated:  # else it gave way before, and its answer's keys come back from the host
+            request.first_s = self.now_s
+            self._answered(request, 1)
+
+    def _answered(self, request: Open, tokens: int) -> None:
+        work = request.work
+        if request.work.id in self.waiting:  # gave way to a row before it in this step
+            return
+        work.generated += tokens
+        self.scheduler.served(work, tokens)
+        if work.generated >= request.arrival.answer_tokens:
+            request.ended_s = self.now_s
+            self.rows.remove(request)
+            self.prefix.pages.release(request.pages[::-1])
+            self.ended.append(request)
+            return
+        while len(request.pages) * UNIT <= work.prompt_tokens + work.generated:
+            try:
+                request.pages += self.prefix.allocate(1)
+            except OutOfPages:
+                running = [each.work for each in (*self.rows, *self.prefilling.values())]
+                victim = self.scheduler.victim(running)
+                self._give_way(victim)
+                if victim is work:
+                    return
+
+    def _give_way(self, work: Work) -> None:
+        request = self.prefilling.pop(work.id, None) or next(each for each in self.rows if each.work is work)
+        if request in self.rows:
+            self.rows.remove(request)
+        self.prefix.pages.release(request.pages[::-1])
+        request.pages, request.published, work.position = [], 0, 0
+        self.preempted += 1
+        self.waiting[work.id] = request

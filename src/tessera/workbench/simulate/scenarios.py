@@ -1,0 +1,142 @@
+"""Scenarios of `tessera simulate`: the capacity of a replica, a day with losses of replicas, and a greedy tenant."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tessera.runtime.scheduler import Policy
+from tessera.workbench.simulate.cluster import Outcome, good, simulate, summary
+from tessera.workbench.simulate.machine import MACHINES, Attention
+from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
+
+GOAL = 0.99
+"""Share of requests that must meet both limits."""
+WINDOW_S = 1200.0
+"""Seconds of constant load by which a capacity is found."""
+PRECISION = 1.05
+"""Ratio of the least load that fails to the largest that holds, where the search ends."""
+LOAD = 0.8
+"""Load of a day's busiest hour as a share of the capacity."""
+LOSSES = (0.39, 0.6, 0.83)
+"""Parts of a day after which one replica is lost: at 09:20, 14:20 and 20:00."""
+TENANTS = 10
+GREEDY = 10.0
+"""Requests of the greedy tenant in units of another's."""
+
+
+def capacity(
+    machine: str, attention: Attention, policy: Policy, mix: str, *, seconds: float = WINDOW_S
+) -> dict[str, Any]:
+    """Find the requests per second of one replica at which GOAL of them meet both limits, by bisection.
+
+    Returns:
+        the rate, the summary of the run at it, and every rate tried with whether it held.
+    """
+    one = replace(MACHINES[machine], replicas=1)
+    tried: dict[float, bool] = {}
+    best: dict[str, Any] = {}
+
+    def holds(rate: float) -> bool:
+        arrivals = Stream(mix=MIXES[mix], rate=rate, seconds=seconds).arrivals()
+        most_late = int((1 - GOAL) * len(arrivals))
+        found = summary(simulate(one, attention, policy, arrivals, most_late=most_late))
+        tried[rate] = bool(arrivals) and found["in_slo"] >= GOAL
+        if tried[rate] and rate > best.get("rate", 0.0):
+            best.update(found, rate=rate)
+        return tried[rate]
+
+    low = high = 1.0
+    if holds(1.0):
+        while holds(high := 2 * low):
+            low = high
+    else:
+        while low > 1e-3 and not holds(low := high / 2):
+            high = low
+    while high / low > PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return {"rate": 0.0, **best, "tried": sorted(tried.items())}
+
+
+def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float) -> dict[str, Any]:
+    """Serve the mixed load of a day whose busiest moment has `peak` requests per second, with LOSSES. The day takes
+    `seconds`; a shorter one has the same rates, for less long.
+
+    Returns:
+        the summary, and for each 24th of the day: requests, share in the limits, and p99 of TTFT / its limit.
+    """
+    on = MACHINES[machine]
+    losses = [(seconds * part, number % on.replicas) for number, part in enumerate(LOSSES)]
+    arrivals = Stream(mix=MIXES["mixed"], rate=peak, seconds=seconds, daily=True).arrivals()
+    outcome = simulate(on, attention, policy, arrivals, losses=losses)
+    return {**summary(outcome), "peak": peak, "hours": hours(outcome, arrivals, seconds / 24)}
+
+
+def hours(outcome: Outcome, arrivals: Sequence[Arrival], hour_s: float) -> list[Mapping[str, float]]:
+    """Summarise the arrivals of each hour."""
+    found = []
+    for hour in range(24):
+        came = sum(each.at_s // hour_s == hour for each in arrivals)
+        own = [each for each in outcome.ended if each.arrival.at_s // hour_s == hour]
+        used = [(each.first_s - each.work.arrived_s) / (each.work.deadline_s - each.work.arrived_s) for each in own]
+        row = {"hour": hour, "requests_per_s": came / hour_s, "in_slo": sum(map(good, own)) / max(1, came)}
+        found.append(row | {"ttft_of_limit_p99": round(float(np.percentile(used, 99)), 4) if used else 0.0})
+    return found
+
+
+def greedy(
+    machine: str, attention: Attention, policy: Policy, rate: float, *, seconds: float = WINDOW_S
+) -> dict[str, Any]:
+    """Serve TENANTS equal tenants on one replica, together `rate` requests per second; then let one send GREEDY times
+    as much.
+
+    Returns:
+        Jain's index of the prompt tokens served in the window over each tenant's max-min fair share; and for the other
+        nine, with an equal tenant and with the greedy one: p99 of TTFT, share in the limits, share of cached tokens.
+    """
+    one = replace(MACHINES[machine], replicas=1)
+    even = {f"tenant {number}": 1.0 for number in range(TENANTS)}
+    uneven = {**even, "tenant 0": GREEDY}
+    runs = []
+    for tenants, factor in ((even, 1.0), (uneven, (TENANTS - 1 + GREEDY) / TENANTS)):
+        stream = Stream(mix=MIXES["mixed"], rate=factor * rate, seconds=seconds, tenants=tenants)
+        arrivals = stream.arrivals()
+        runs.append((arrivals, simulate(one, attention, policy, arrivals)))
+    others = [[each for each in run.ended if each.arrival.tenant != "tenant 0"] for _, run in runs]
+    p99 = [float(np.percentile([each.first_s - each.work.arrived_s for each in own], 99)) for own in others]
+    return {
+        "jain": jain(*runs[1], seconds),
+        "others_p99_s": p99,
+        "ratio": p99[1] / p99[0],
+        "others_in_slo": [sum(map(good, own)) / len(own) for own in others],
+        "others_cached_share": [
+            sum(each.cached_tokens or 0 for each in own) / sum(each.arrival.prompt_tokens for each in own)
+            for own in others
+        ],
+        "rate": rate,
+    }
+
+
+def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:
+    """Return (sum x)^2 / (n sum x^2), where x is a tenant's served tokens over its max-min fair share of all served."""
+    asked: dict[str, float] = {}
+    served = dict.fromkeys((each.tenant for each in arrivals), 0.0)
+    for each in arrivals:
+        asked[each.tenant] = asked.get(each.tenant, 0.0) + each.prompt_tokens
+    for each in outcome.ended:
+        if each.first_s <= until_s:
+            served[each.arrival.tenant] += each.arrival.prompt_tokens
+    shares = _max_min(asked, sum(served.values()))
+    x = np.array([served[name] / shares[name] for name in shares])
+    return float(x.sum() ** 2 / (len(x) * (x**2).sum()))
+
+
+def _max_min(asked: Mapping[str, float], total: float) -> dict[str, float]:
+    """Divide a total so that nobody gets more than it asked for, and the rest is equal."""
+    shares, left = {}, total
+    for count, name in zip(range(len(asked), 0, -1), sorted(asked, key=asked.get)):
+        shares[name] = min(asked[name], left / count)
+        left -= shares[name]
+    return shares

@@ -1,0 +1,167 @@
+"""Synthetic requests: chats of several turns, documents asked several times, and prompts of 128K tokens asked once.
+
+Everything follows from the seed. A prompt's tokens are random numbers, the same for everyone who sends the same text,
+so that the real prefix cache finds what it would find. Arrivals are a Poisson process (open loop) whose rate may follow
+the hours of a day:
+
+    rate(t) = peak * (0.55 - 0.45 cos(2 pi (t / day - 1 / 6)))
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from tessera.runtime.prefix import Prefix
+from tessera.workbench.simulate.machine import LONGEST, UNIT
+
+SYSTEM_TOKENS = 1024
+"""Tokens of a chat's system prompt; all chats share one of SYSTEMS."""
+SYSTEMS = 8
+VOCAB = 128256
+BEFORE_S = 1200.0
+"""Seconds before the first request in which texts start whose later requests count, so that the rate is even."""
+
+Kind = Literal["chat", "document", "128K"]
+
+
+def due_s(prompt_tokens: int) -> float:
+    """Return the seconds within which the first token is due: 1, and 1 per 8,192 prompt tokens."""
+    return 1.0 + prompt_tokens / 8192
+
+
+@dataclass(frozen=True)
+class Text:
+    """Random tokens: `shared` from the seed of a system prompt (0: none), then more from the text's own seed."""
+
+    seed: int
+    length: int
+    system: int = 0
+
+    def tokens(self) -> np.ndarray:
+        """Return the tokens."""
+        own = np.random.default_rng([1, self.seed]).integers(VOCAB, size=self.length, dtype=np.int64)
+        if self.system:
+            own[:SYSTEM_TOKENS] = np.random.default_rng([2, self.system]).integers(VOCAB, size=SYSTEM_TOKENS)
+        return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One request. Its prompt starts with the first `prompt_tokens` of `text`, as far as that goes, and ends with
+    tokens of its own (the question)."""
+
+    at_s: float
+    kind: Kind
+    tenant: str
+    text: Text
+    prompt_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Shares of the kinds among first requests, and the lengths of documents.
+
+    Attributes:
+        weights: share of chats, documents and 128K prompts.
+        shortest, longest: tokens of a document, whose logarithm is uniform between them.
+        asked: mean number of questions on a document.
+    """
+
+    weights: tuple[float, float, float]
+    shortest: int = 28_000
+    longest: int = 126_000
+    asked: float = 3.0
+
+
+MIXES = {
+    "mixed": Mix(weights=(0.7, 0.28, 0.02)),
+    "long": Mix(weights=(0.0, 0.9, 0.1), shortest=64_000, asked=1.0),
+}
+"""Mixes: "long" has no chats, and nobody asks twice."""
+
+
+def requests_per_start(mix: Mix) -> float:
+    """Return the mean number of requests that follow from one arrival of a text."""
+    return mix.weights[0] * 3.5 + mix.weights[1] * mix.asked + mix.weights[2]
+
+
+@dataclass
+class Stream:
+    """Arrivals in order of time.
+
+    Attributes:
+        rate: mean requests per second; of a day, the rate of its busiest hour.
+        seconds: length.
+        daily: whether the rate follows a day's hours, of which `seconds` is the whole.
+        tenants: tenant -> share of the texts; equal texts are asked by one tenant.
+    """
+
+    mix: Mix
+    rate: float
+    seconds: float
+    seed: int = 0
+    daily: bool = False
+    tenants: dict[str, float] = field(default_factory=lambda: {"": 1.0})
+
+    def arrivals(self) -> list[Arrival]:
+        """Draw all arrivals, the first at 0 or later. No replica has seen the texts that started before."""
+        rng = np.random.default_rng([3, self.seed])
+        names, shares = list(self.tenants), np.array(list(self.tenants.values()))
+        starts, at, found, seed = self.rate / requests_per_start(self.mix), -BEFORE_S, [], self.seed * 10_000_000
+        while (at := at + rng.exponential(1 / starts)) < self.seconds:
+            if self.daily and rng.random() > 0.55 - 0.45 * math.cos(2 * math.pi * (at / self.seconds - 1 / 6)):
+                continue
+            seed += 1
+            kind = ("chat", "document", "128K")[rng.choice(3, p=self.mix.weights)]
+            tenant = names[rng.choice(len(names), p=shares / shares.sum())]
+            draw = {"chat": _chat, "document": _document, "128K": _longest}[kind]
+            found += draw(rng, self.mix, at, tenant, seed)
+        return sorted((each for each in found if 0 <= each.at_s < self.seconds), key=lambda each: each.at_s)
+
+
+def _chat(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int) -> Iterator[Arrival]:
+    """Yield 1 to 6 turns, one every minute or so; each prompt holds all earlier turns."""
+    turns = int(rng.integers(1, 7))
+    users, answers = rng.integers(50, 800, turns), rng.integers(50, 450, turns)
+    text = Text(seed, SYSTEM_TOKENS + int(users.sum() + answers.sum()), 1 + int(rng.integers(SYSTEMS)))
+    prompt = SYSTEM_TOKENS
+    for user, answer in zip(users.tolist(), answers.tolist()):
+        prompt += user
+        yield Arrival(at_s=at, kind="chat", tenant=tenant, text=text, prompt_tokens=prompt, answer_tokens=answer)
+        prompt += answer
+        at += 20.0 + float(rng.exponential(40.0))
+
+
+def _document(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int) -> Iterator[Arrival]:
+    """Yield questions on a document, one every few minutes."""
+    length = int(math.exp(rng.uniform(math.log(mix.shortest), math.log(mix.longest))))
+    for _ in range(int(rng.geometric(1 / mix.asked))):
+        prompt, answer = length + int(rng.integers(32, 256)), int(rng.integers(50, 400))
+        yield Arrival(
+            at_s=at, kind="document", tenant=tenant, text=Text(seed, length), prompt_tokens=prompt, answer_tokens=answer
+        )
+        at += 15.0 + float(rng.exponential(120.0))
+
+
+def _longest(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int) -> Iterator[Arrival]:
+    answer = int(rng.integers(50, 400))
+    prompt = LONGEST - 512
+    yield Arrival(
+        at_s=at, kind="128K", tenant=tenant, text=Text(seed, prompt), prompt_tokens=prompt, answer_tokens=answer
+    )
+
+
+class Hashes:
+    """Page hashes of texts, by the prefix cache's own function; kept for the texts asked last."""
+
+    def __init__(self, prefix: Prefix, kept: int = 8192):
+        self._all = lru_cache(kept)(lambda text, tenant: prefix.hashes(text.tokens(), tenant))
+
+    def of(self, arrival: Arrival) -> list[bytes]:
+        """Return the hashes of the prompt's full pages that lie in its text, without the page of its last token."""
+        return self._all(arrival.text, arrival.tenant)[: (arrival.prompt_tokens - 1) // UNIT]
