@@ -301,10 +301,11 @@ def test_replicas_without_ray_are_refused_by_name(folder, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not installed("ray"), reason="Ray is not installed: pip install 'tessera-attention[cluster]'")
-def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder):
+def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder, tmp_path):
     flags = ["--port", "0", "--slots", "1", "--exact", "--replicas", "2"]
     command = [sys.executable, "-m", "tessera", "serve", str(folder), *flags]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "RAY_ADDRESS": "local"}
+    environment["HOME"] = str(tmp_path)  # Ray writes its token there
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             said = []

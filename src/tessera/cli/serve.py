@@ -84,12 +84,12 @@ class Serve:
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
-        if self.replicas is not None:
-            require("ray", "cluster")
         for name, least, most in BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
+        if self.replicas is not None:
+            require("ray", "cluster")
         if self.path is not None and self.model is not None:
             raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
         keys = self.keys()

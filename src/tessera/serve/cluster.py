@@ -121,7 +121,6 @@ def join() -> str:
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     if os.environ.get(ADDRESS, "local") == "local":
         os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 starves replicas wherever anything else computes
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else it writes to ~/.ray
         ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return LOOPBACK
     try:
