@@ -205,6 +205,8 @@ def nothing_is_whole_on_one_device(folder: Path) -> None:
 @check
 def pages_on_a_mesh_give_the_tokens_of_one_device(folder: Path) -> None:
     """Three requests in a pool that holds two: one gives way, and a fourth finds the first's pages."""
+    import numpy as np
+
     from tessera.generate import load
     from tessera.runtime.pool import Paging
     from tessera.runtime.requests import End, Request
@@ -213,18 +215,20 @@ def pages_on_a_mesh_give_the_tokens_of_one_device(folder: Path) -> None:
     policy = replace(policies(HEADS)["remap"], crossover_tokens=64)
     paging = Paging(num_pages=8, page=64, unit=64, sizes=(64,), batches=(1, 3))
     prompts = [[seed + token % 200 for token in range(150)] for seed in (3, 30, 50, 3)]
-    found = {}
+    found, scored = {}, {}
     for mesh in (None, f"{HEADS}x1"):
         engine = replace(load(path, mesh=mesh), policy=policy).engine(slots=3, num_keys=256, paging=paging)
         for prompt in prompts[:3]:
-            engine.submit(Request(prompt=prompt, max_new_tokens=50))
+            engine.submit(Request(prompt=prompt, max_new_tokens=50, prompt_logprobs=0))
         ends = list(engine.drain())
         engine.submit(Request(prompt=prompts[3], max_new_tokens=50))
         ends += engine.drain()
         assert engine.pool_state.preempted, "nothing gave way"
         assert all(isinstance(end, End) for end in ends)
         found[mesh] = [end.generation.tokens for end in sorted(ends, key=lambda end: end.id)]
+        scored[mesh] = [token.logprob for end in ends for token in end.prompt[1:]]
     assert found[None] == found[f"{HEADS}x1"]
+    np.testing.assert_allclose(scored[None], scored[f"{HEADS}x1"], atol=1e-4)
     [lane] = engine.lanes.values()
     keys = lane.pool.cache.k[0]
     assert keys.addressable_shards[0].data.shape[1] == keys.shape[1] // HEADS, "a device holds all heads"

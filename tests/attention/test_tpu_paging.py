@@ -9,6 +9,7 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.tpu import decode_blocks
 
 PAGED = {kernel.name: kernel for kernel in KERNELS if kernel.platform == "tpu" and kernel.paged}
 WIDE = {"lengths": (514, 260, 0), "num_keys": 768}
@@ -16,7 +17,7 @@ WIDE = {"lengths": (514, 260, 0), "num_keys": 768}
 MANY = {"fraction": 0.8}
 """So many listed tiles that every head of every sequence sees some."""
 CELLS = (
-    ("tpu_decode_dense", "float32", 3, 64, {"head_dim": 128, "lengths": (250, 140, 90)}),
+    ("tpu_decode_dense", "float32", 3, 64, {"head_dim": 128, "lengths": (390, 140, 90)}),
     ("tpu_decode_score", "int8", 1, 256, {"head_dim": 64, **WIDE}),
     ("tpu_decode_sparse", "float32", 4, 128, {"head_dim": 64, "window": 150, **MANY}),  # several tiles to a copy
     ("tpu_decode_sparse", "float32", 1, 64, {"head_dim": 128, **MANY}),
@@ -39,11 +40,12 @@ def more_cells():
 
 
 def config(kernel):
-    """Return blocks of 128 keys, so that sequences have several; score copies both KV heads at once."""
+    """Return blocks of 128 or 256 keys, so that sequences have several; score copies both KV heads at once."""
     small = calls.small_config(kernel)
     if kernel.phase == "prefill":
         return small
-    return dataclasses.replace(small, block_s=128, block_heads=2 if kernel.role == "score" else 1, splits=1)
+    block_s, heads = (256 if kernel.role == "dense" else 128), (2 if kernel.role == "score" else 1)
+    return dataclasses.replace(small, block_s=block_s, block_heads=heads, splits=1)
 
 
 def draw(kernel, keys: str, groups: int, options: dict):
@@ -52,7 +54,8 @@ def draw(kernel, keys: str, groups: int, options: dict):
 
 
 @pytest.mark.parametrize(("name", "keys", "groups", "page", "options"), CELLS)
-def test_pages_meet_the_oracle(name, keys, groups, page, options):
+def test_pages_meet_the_oracle(monkeypatch, name, keys, groups, page, options):
+    monkeypatch.setattr(decode_blocks, "TILES_AT_ONCE", 2)  # so that a whole block takes several runs of copies
     kernel = PAGED[name]
     call = draw(kernel, keys, groups, options)
     found = paged_calls.run(kernel, call, paged_calls.paged(call, page, shuffled=True), config(kernel))

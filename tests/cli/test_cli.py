@@ -31,7 +31,10 @@ FLAGS = {
     ).split(),
     "chat": MODEL
     + SAMPLING
-    + ("--system --system-prompt -sys --max-new-tokens --max-tokens --n-predict -n --parse-special").split(),
+    + (
+        "--system --system-prompt -sys --max-new-tokens --max-tokens --n-predict -n --parse-special --url "
+        "--api-key-file"
+    ).split(),
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "

@@ -15,10 +15,10 @@ from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
-from tessera.runtime.pool import Paging, Pool
+from tessera.runtime.pool import Paging, Pool, prefill_rows
 from tessera.runtime.requests import End, Event, Failure, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import Session, prefill_chunk, read_head
+from tessera.runtime.step import Session, read_head, score_tokens
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -214,16 +214,70 @@ def test_a_request_larger_than_the_pool_fails_by_name(model):
     assert [event.id for event in events if isinstance(event, End)] == [fine]
 
 
+# --- probabilities of a prompt's tokens
+
+
+def scored(engine: Engine, tokens: Sequence[int], ranks: int = 3) -> tuple[Token, ...]:
+    """Submit a prompt twice, so that the second could reuse keys; return the second one's tokens."""
+    for _ in range(2):
+        engine.submit(Request(prompt=tokens, max_new_tokens=1, prompt_logprobs=ranks))
+        [end] = engine.drain()
+    assert end.reused_tokens == 0
+    assert [token.token for token in end.prompt] == list(tokens)
+    assert (end.prompt[0].logprob, end.prompt[0].top) == (None, ())
+    return end.prompt
+
+
+def test_every_token_of_a_prompt_has_the_probability_that_one_call_gives_it(model):
+    tokens = prompt(300)
+    arrays = jnp.array([tokens]), jnp.array([300])
+    logits, _ = score_tokens(model.params, *arrays, config=model.config, policy=Dense())
+    logp = np.asarray(jax.nn.log_softmax(logits[0]))
+    found = scored(engine_of(model, "dense", num_pages=14, sizes=(64,)), tokens)[1:]
+    for row, token in enumerate(found):
+        assert token.logprob == pytest.approx(logp[row, token.token], abs=1e-4)
+        best, values = zip(*token.top)
+        assert values == pytest.approx(np.sort(logp[row])[:-4:-1], abs=1e-4)
+        assert logp[row, list(best)] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_prompt_of_whole_tiles_predicts_what_comes_after_them(model):
+    """Under Kascade, row t of a longer prompt says of the next token what a prompt that ends with row t says of it."""
+    tokens, engine = prompt(300), engine_of(model, "kascade")
+    found = scored(engine, tokens)
+    for length in (64, 128, 256):  # before the cross-over and after it
+        engine.submit(Request(prompt=tokens[:length], max_new_tokens=1, top_logprobs=3))
+        first = next(event for event in iter(engine.step, None) for event in event if isinstance(event, Token))
+        assert [id for id, _ in found[length].top] == [id for id, _ in first.top]
+        assert [p for _, p in found[length].top] == pytest.approx([p for _, p in first.top], abs=1e-5)
+
+
+def test_a_prompt_that_gives_way_is_scored_as_if_alone(model):
+    engine = engine_of(model, "dense", slots=2, num_pages=14, sizes=(64,))
+    engine.submit(Request(prompt=prompt(150, seed=1), max_new_tokens=200))
+    engine.submit(Request(prompt=prompt(250), max_new_tokens=9, prompt_logprobs=0))
+    ends = {end.id: end for end in engine.drain()}
+    [lane] = engine.lanes.values()
+    assert lane.preempted
+    expected = scored(engine_of(model, "dense", num_pages=14, sizes=(64,)), prompt(250), 0)
+    assert [token.logprob for token in ends[1].prompt[1:]] == pytest.approx([t.logprob for t in expected[1:]], abs=1e-5)
+
+
+def test_only_pages_score_prompts(model):
+    with pytest.raises(ValueError, match="prompt_logprobs=2 needs an engine with pages"):
+        model.engine(slots=1).submit(Request(prompt=[1], max_new_tokens=1, prompt_logprobs=2))
+
+
 @pytest.mark.parametrize("rows", [64, 128])
 def test_a_prefill_never_copies_the_pool(model, rows):
     """XLA once copied the pool for every layer where a prefill writes one run of rows."""
     layers = tuple(jax.tree.map(itemgetter(i), model.params.layers) for i in range(CONFIG.num_layers))
     params = replace(model.params, layers=layers)  # as a checkpoint is loaded
     pool = Pool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, page=64, num_pages=513))
-    last, one = np.zeros((1, CONFIG.hidden_size), np.float32), np.zeros(1, np.int32)
+    one = np.zeros(1, np.int32)
     cache = pool.cache._replace(pages=np.zeros((1, pool.width), np.int32))
     tokens = np.zeros((1, rows), np.int32)
-    lowered = prefill_chunk.lower(params, cache, last, tokens, one, one, config=CONFIG, policy=Dense())
+    lowered = prefill_rows.lower(params, cache, tokens, one, one, config=CONFIG, policy=Dense())
     assert (
         lowered.compile().memory_analysis().temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(pool.cache)) / 4
     )

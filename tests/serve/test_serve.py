@@ -16,66 +16,25 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
-from tiny import CONFIG, save_tiny
+from live_server import CONTEXT, KEY, Running, start, tiny_model
 
-from tessera.generate import load
 from tessera.runtime.requests import Failure, Request
 from tessera.serve import front, server, warm
 from tessera.serve import load as load_client
-from tessera.serve.app import Site, create
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 
-CONTEXT = 256
-KEY = "a-secret"
 QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
-
-
-class Running:
-    """A server on a thread of this process."""
-
-    def __init__(self, model, service, keys=()):
-        self.service = service
-        grammars = warm.grammars_for(model)
-        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT, grammars=grammars)
-        self.socket = server.listen("127.0.0.1", 0)
-        self.port = self.socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.server = server.Server(server.configured(create(self.site), keys), service)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-        self._thread.start()
-        self.until(lambda: self.service.ready and self.server.started)
-
-    def until(self, condition, limit_s=60.0):
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end, "the server did not get there"
-            time.sleep(0.01)
-
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    def close(self):
-        if self.service.alive:
-            self.service.stop()
-        self._thread.join(30)
-        self.client.close()
-        self.socket.close()
-        assert not self._thread.is_alive()
-        assert not self.service.alive
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save_tiny(tmp_path_factory.mktemp("serve"), replace(CONFIG, max_positions=CONTEXT))
-    return load(folder, attention="kascade")  # the plan's cross-over is at 100 tokens
+    return tiny_model(tmp_path_factory.mktemp("serve"))
 
 
 @pytest.fixture(scope="module")
 def running(model):
-    found = Running(model, warm.start(model, context=CONTEXT, slots=2, queue=16), keys=(KEY, "another"))
+    found = start(model, keys=(KEY, "another"))
     yield found
     found.close()
 
@@ -165,12 +124,14 @@ def test_stop_texts_end_the_answer(running, model):
     assert found.finish_reason == "stop"
 
 
-def test_text_becomes_tokens_and_back(running):
+def test_text_becomes_tokens_and_back(running, model):
     headers = {"Authorization": f"Bearer {KEY}"}
     found = httpx.post(f"{running.url}/tokenize", json={"prompt": "héllo"}, headers=headers).json()
     assert found["count"] == len(found["tokens"]) == 7
     back = httpx.post(f"{running.url}/detokenize", json={"tokens": found["tokens"][1:]}, headers=headers).json()
     assert back == {"prompt": "héllo"}
+    info = httpx.get(f"{running.url}/tokenizer_info", headers=headers).json()
+    assert info == {name: model.tokenizer.specials[name] for name in ("bos_token", "eos_token", "pad_token")}
 
 
 def test_an_answer_is_json_of_the_schema(running):
@@ -226,6 +187,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": ["x"] * 10, "n": 8}, 400, "80 answers are more than the 18"),
         ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
+        ({"prompt": "x", "echo": True, "stream": True}, 400, "echo=true"),
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature=-1"),
         ({"prompt": "x", "seed": -1}, 400, "seed=-1"),

@@ -180,3 +180,11 @@ def test_wrong_tools_are_refused(site, body, said):
     found = post(site, **body)
     assert found.status_code == 400
     assert said in found.json()["error"]["message"]
+
+
+def test_a_wrong_schema_is_named_by_the_field_that_has_it(site):
+    wrong = {"type": "wizard"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": wrong}}
+    forced = post(site, tools=[tool], tool_choice="required").json()["error"]
+    plain = post(site, response_format={"type": "json_schema", "json_schema": {"schema": wrong}}).json()["error"]
+    assert (forced["param"], plain["param"]) == ("tools", "response_format")

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tessera.chat import Chat, Reply
+from tessera.chat.turns import Reply, Turns
 from tessera.cli.prompt_bar import PromptBar
 from tessera.core import interrupt
 from tessera.core.escapes import escaped
 from tessera.generate import Interrupted
-from tessera.sparse.promise import promise_note
 
 QUOTES = '"""'
 COMMANDS = MappingProxyType(
@@ -57,7 +56,7 @@ class Entry(NamedTuple):
     text: str | None
 
 
-def converse(chat: Chat, read_line: ReadLine, *, interactive: bool) -> bool:
+def converse(chat: Turns, read_line: ReadLine, *, interactive: bool) -> bool:
     """Answer messages and run commands until the input ends or /exit.
 
     Answers go to standard output; remarks and errors go to standard error.
@@ -69,7 +68,7 @@ def converse(chat: Chat, read_line: ReadLine, *, interactive: bool) -> bool:
 
 
 class _Terminal:
-    def __init__(self, chat: Chat, interactive: bool):
+    def __init__(self, chat: Turns, interactive: bool):
         self.chat, self.interactive = chat, interactive
         self.remarks = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -139,7 +138,7 @@ class _Terminal:
     def regenerate(self) -> None:
         before = self.chat.turns[-1:]
         self.turn(self.chat.regenerate)
-        if self.chat.turns[-1:] == before and not self.chat.sampling.temperature:
+        if self.chat.turns[-1:] == before and not self.chat.draws:
             self.say("The same answer: at temperature 0 nothing is random. Start chat with --temperature 0.8.")
 
     def turn(self, ask: Callable[..., Reply]) -> None:
@@ -163,9 +162,7 @@ class _Terminal:
             remark = f"The oldest {reply.dropped_turns} turns were forgotten: the context is full."
             self.remarks.print(remark, style="yellow")
         if self.interactive:
-            note = promise_note(self.chat.model.plan)
-            parts = (f"{reply.reused_tokens} tokens from the cache", reply.generation.usage(), note)
-            self.say(f"({'; '.join(filter(None, parts))})")
+            self.say(f"({'; '.join(filter(None, (reply.usage(), self.chat.note)))})")
 
 
 def entries(read_line: ReadLine, interactive: bool = False) -> Iterator[Entry]:

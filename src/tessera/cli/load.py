@@ -48,6 +48,7 @@ class Load:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+        from tessera.cli.remote import first_key
         from tessera.serve import load as client
 
         for name in ("requests", "clients", "prompt_tokens", "new_tokens"):
@@ -58,9 +59,7 @@ class Load:
             raise ValueError(f"--rate {self.rate} must be positive; leave it out to send all requests at once")
         if not 0 <= self.shared_tokens <= self.prompt_tokens:
             raise ValueError(f"--shared-tokens {self.shared_tokens} must be from 0 to --prompt-tokens")
-        key = (
-            None if self.api_key_file is None else self.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
-        )
+        key = first_key(self.api_key_file)
         names = ("requests", "clients", "prompt_tokens", "shared_tokens", "new_tokens", "seed")
         sent = client.Load(rate=self.rate or float("inf"), **{name: getattr(self, name) for name in names})
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

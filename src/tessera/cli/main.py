@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Annotated, Literal, NoReturn, Union
 
 import tyro
 
-from tessera.cli import flags, usage
+from tessera.cli import flags, remote, usage
 from tessera.cli.calibrate import Calibrate
 from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
@@ -178,22 +179,33 @@ class Chat(ModelFlags, SamplingFlags):
     """Maximum number of tokens per answer; if not given, the value in generation_config.json, else 256."""
     parse_special: bool = False
     """Read names of special tokens in messages, such as <|end|>, as these tokens instead of as text."""
+    url: Omittable[str] = None
+    """Address of a server, such as http://127.0.0.1:8000, whose model answers; no model is loaded here."""
+    api_key_file: Omittable[Path] = None
+    """File whose first line is the API key for --url."""
 
     def run(self) -> int:
         """Run the conversation until the input ends; return 2 if the input is a file or pipe and an entry failed."""
-        from tessera.chat import NEW_TOKENS
-        from tessera.chat import Chat as Conversation
         from tessera.cli.conversation import converse, typed_line
 
+        interactive = sys.stdin.isatty()
+        with nullcontext(self.local()) if self.url is None else remote.conversation(self, say) as chat:
+            good = converse(chat, typed_line, interactive=interactive)
+        return 0 if good or interactive else 2  # an interactive user saw the error and continued
+
+    def local(self):
+        """Load the model and open a conversation with it."""
+        from tessera.chat import NEW_TOKENS
+        from tessera.chat import Chat as Conversation
+
+        if self.api_key_file is not None:
+            raise ValueError(f"--api-key-file {self.api_key_file} is for a server: add --url, or drop it")
         given = self.values()
         model = self.load()
         say(model.generation_config.note(given))
         flags = {name: getattr(self, name) for name in ("system", "seed", "parse_special")}
         flags["max_new_tokens"] = model.max_new_tokens(self.max_new_tokens, NEW_TOKENS)
-        chat = Conversation(model, model.sampling(**given), **flags)
-        interactive = sys.stdin.isatty()
-        good = converse(chat, typed_line, interactive=interactive)
-        return 0 if good or interactive else 2  # an interactive user saw the error and continued
+        return Conversation(model, model.sampling(**given), **flags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Parts of a layer as programs to compile for an absent TPU, each in the forms that a study compares."""
+"""Parts of a layer as programs to compile for an absent TPU, each in the forms that a study compares.
+
+Each function of a part returns (program, its abstract arguments); its argument `form` picks how the program computes.
+"""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -21,9 +24,9 @@ def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int = 2048) -> tuple[Callable, tuple]:
-    """Build a layer's queries and keys: projected, rotated, and head-major as kernels and the cache take them.
+    """Return the program of a layer's queries and keys: project, rotate, and transpose to [B,N,T,H] and [B,K,T,H].
 
-    "none" leaves out the rotation, which bounds what any form could gain.
+    The forms are those of ROTATIONS. Form "none" leaves out the rotation, so its time bounds what any form could gain.
     """
     config = MODELS[model]
     width, size = config.hidden_size, config.head_dim
@@ -40,9 +43,10 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
 
 
 def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Build a layer's second half: norm, SwiGLU, down projection and residual sum.
+    """Return the program of a layer's second half: norm, SwiGLU, down projection and residual sum.
 
-    "products" leaves out norm, SwiGLU and sum, which bounds what a kernel could gain.
+    The form "whole" computes all of this. The form "products" leaves out norm, SwiGLU and sum, so its time bounds what
+    a kernel could gain.
     """
     config = MODELS[model]
     width, wide = config.hidden_size, config.intermediate_size
@@ -60,9 +64,10 @@ def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Calla
 
 
 def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Build a layer's norm, queries, keys and values.
+    """Return the program of a layer's norm, queries, keys and values.
 
-    The forms are three products, one product ("joined"), and three products without the norm ("products").
+    The form "joined" computes one product, "products" three products without the norm, and any other form the norm and
+    three products.
     """
     config = MODELS[model]
     heads, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
@@ -82,7 +87,8 @@ def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Ca
 
 
 def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Build the up projection with a weight stored [out,in], as in checkpoints, or [in,out] ("transposed")."""
+    """Return the program of the up projection; the weight is [out,in], as in checkpoints, for the form "stored", else
+    [in,out]."""
     config = MODELS[model]
     shape = (config.intermediate_size, config.hidden_size)
     x, dims = of(rows, shape[1]), (((1,), (1 if form == "stored" else 0,)), ((), ()))
@@ -94,10 +100,10 @@ def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Cal
 
 
 def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
-    """Build a product of `rows` rows with a weight of groups of 4 bits.
+    """Return the program of a product of `rows` rows with a 4-bit weight in groups, and what to add to the reply.
 
-    XLA computes it ("xla"), or our kernel in `models.grouped` (any other form). For comparison, "bfloat16" has a
-    weight in that dtype instead.
+    The form "xla" leaves the product to XLA, and "bfloat16" has a weight in that dtype for comparison. Any other form
+    runs our kernel, `models.grouped`; only then is there something to add: the runs of its named scopes.
     """
     outputs, inputs = size
     x = of(rows, inputs)

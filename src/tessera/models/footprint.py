@@ -207,7 +207,8 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
 
 def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
-    """Return the bytes of the weights on one device, as `load` makes them: attention, mlp, vocabulary, vectors."""
+    """Return the bytes of a loaded model's weights on one device, by part of `Footprint`: "attention", "mlp",
+    "vocabulary" and "vectors"."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
         found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)

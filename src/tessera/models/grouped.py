@@ -1,6 +1,8 @@
 """The product with a matrix of 4-bit groups on a TPU, for many rows: the one product that XLA does not fuse well.
 
-    out[m,e] = sum_d x[m,d] W[d,e],   W[d,e] = values[d,e] * scale[d // g, e] + zero[d // g, e],   g inputs per group
+    out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e],   g inputs per group
+
+`values` are stored as [G,g,E], with d = group * g + place in the group.
 
 XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because
 reading the weights takes longer; for many rows, they take longer than the product. This kernel turns a few groups of W
@@ -95,7 +97,10 @@ def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks)
 
 
 def product(x: Float[Array, "M D"], weight: Quantised, interpret: Any = False) -> Float[Array, "M E"]:
-    """Return x W^T in float32 for bfloat16 rows and a weight W [E,D] in groups; see `wins`."""
+    """Return x W^T [M,E] in float32, for W [E,D] quantised in groups; x and W are rounded to bfloat16 first.
+
+    D and E must be multiples of 128. `wins` tells for which calls this is the fastest way.
+    """
     num_rows, inputs = x.shape
     groups, width, outputs = weight.values.shape
     block = cut(num_rows, inputs, outputs, width)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int32
 
 from tessera.core.mesh import keep, program, put
 from tessera.models.layers import Params
+from tessera.runtime.prompt_scores import prompt_tokens
 from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
 from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose
 from tessera.sparse.contract import Reads
@@ -81,7 +82,7 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
         top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()
         events.append(Token(ticket.id, token, logprob, piece, top))
         if ticket.answer.done:
-            events.append(End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused))
+            events.append(_end(ticket))
         elif ticket.guide is not None:
             try:
                 ticket.guide.push(token)
@@ -89,6 +90,12 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
             except ValueError as error:
                 events.append(fail(ticket, error))
     return events, broken
+
+
+def _end(ticket: Ticket) -> End:
+    prompt, ranks = ticket.request.prompt, ticket.request.prompt_logprobs
+    scored = () if ranks is None else prompt_tokens(ticket.id, prompt, ticket.scored, ranks)
+    return End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused, scored)
 
 
 def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:

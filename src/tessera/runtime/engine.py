@@ -103,7 +103,7 @@ class Engine:
     def pool_state(self) -> PoolState | None:
         """How full the pool of pages is; None without pages, or before the first request."""
         lane = self.lanes.get(self.policy)
-        return lane.state if isinstance(lane, PagedLane) else None
+        return lane.state() if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
         """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
@@ -120,11 +120,14 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty or longer than the context, a token of the prompt or of `bias` is outside
-                the vocabulary, or the request has `stop` texts and the model has no tokenizer.
+                the vocabulary, the request has `stop` texts and the model has no tokenizer, or it has
+                `prompt_logprobs` and the engine no pages.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
+        if request.prompt_logprobs is not None and self.paging is None:
+            raise ValueError(f"prompt_logprobs={request.prompt_logprobs} needs an engine with pages: pass paging")
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
         wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
         if wrong:

@@ -1,6 +1,6 @@
 """A lane whose requests share one pool of pages: prompts that begin alike share keys; a full pool swaps requests out.
 
-The scheduler decides who gets a row, whose prompt is computed next and who gives way. This file keeps its promises:
+The scheduler decides which request gets a row, is prefilled next, or gives way (waits again). This file ensures:
 
 - Only pages that a prefill wrote in full enter the prefix cache. Keys that decode wrote differ from those of a prefill
   under a sparse policy, so an answer's tokens are computed again when they come back in a later prompt.
@@ -31,6 +31,7 @@ from tessera.runtime.choosing import (
     warm_choices,
 )
 from tessera.runtime.pool import Pool
+from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
@@ -40,26 +41,26 @@ from tessera.sparse.contract import Policy, Reads
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
 """Seconds of a step before any is measured; `warm` measures them."""
 STEP_S = 0.1
-"""Seconds that a step beside decoding rows may take before any is measured."""
+"""Maximum seconds of a step in which rows decode, until `warm` has measured such steps."""
 STRETCH = 2.0
 """How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
-NO_ROOM = "the request alone needs more pages than are not pinned"
+NO_ROOM = "the request alone needs more pages than the pool has besides the pinned ones"
 
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """One request and its pages.
+    """What the lane knows of one request, whether it waits or runs.
 
     Attributes:
         ticket: the request.
-        work: what the scheduler knows of it.
-        hashes: of the prompt's full pages.
-        pages: of the positions from 0 on, in order.
+        work: the request as the scheduler sees it.
+        hashes: hashes of the prompt's full pages.
+        pages: pages that hold the request's keys, in order of position; none while it waits.
         shared: number of leading pages that are in the prefix cache; this request writes only later pages.
-        goal: positions to prefill: the prompt, or, after the request gave way, its shared pages.
-        saved: contents of the pages after the shared ones, while the request has given way.
-        reads: key counts of the prompt's prefill so far, by first position.
-        entered: whether the request has had a row before.
+        goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
+        saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
+        reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
+        entered: whether the request has been admitted before, so that `ticket.reused` is already set.
     """
 
     ticket: Ticket
@@ -116,9 +117,9 @@ class PagedLane:
         """Whether any request waits or runs."""
         return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
 
-    @property
     def state(self) -> PoolState:
-        """How full the pool is."""
+        """Free the pages of requests that ended, and return how full the pool is."""
+        self._release()
         count = self.prefix.pages.size - 1
         return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 
@@ -176,7 +177,7 @@ class PagedLane:
         return count + len(arrays) * (1 + 2 * len(self.pool.paging.batches))
 
     def _measure(self) -> None:
-        """Fit the scheduler's costs to steps of every program, beside few keys and beside many."""
+        """Time every program with few and with many keys, and fit the scheduler's costs to the times."""
         samples = [
             (prefill, decode, min(self.pool.time(prefill, decode) for _ in range(2)))
             for prefill, decode in self.pool.examples()
@@ -254,11 +255,11 @@ class PagedLane:
         return False
 
     def _matchable(self, row: Row) -> list[bytes]:
-        """Return the hashes of the pages that need no prefill if they are held: whole units, never the last token."""
+        """Return the hashes of the pages to seek in the prefix cache: whole units, without the prompt's last token."""
         if row.saved is not None:
             return row.hashes[: row.shared]
-        unit = self.pool.paging.unit
-        whole = (row.ticket.answer.prompt_tokens - 1) // unit * unit
+        unit, scored = self.pool.paging.unit, row.ticket.request.prompt_logprobs is not None
+        whole = 0 if scored else (row.ticket.answer.prompt_tokens - 1) // unit * unit  # scores need every row
         return row.hashes[: whole // self.pool.paging.page]
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
@@ -274,6 +275,7 @@ class PagedLane:
             row.ticket.reused = row.ticket.reused if row.entered else usable
             row.entered = True
             row.reads = {start: reads for start, reads in row.reads.items() if start < usable}
+            row.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
         elif not row.prefilling:
             self._return(row)
 
@@ -324,7 +326,7 @@ class PagedLane:
                 self._run(row, segments * self.pool.paging.unit)
 
     def _run(self, row: Row, room: int) -> None:
-        """Prefill up to `room` positions of one request; the last ones also choose its first token."""
+        """Prefill up to `room` positions of one request. At its goal, choose its first token, or resume its answer."""
         page, prompt = self.pool.paging.page, row.ticket.request.prompt
         while room > 0 and row.prefilling:
             self._skip(row)
@@ -334,7 +336,9 @@ class PagedLane:
             end = start + min(size, left)
             if not self._grow(row, end):
                 return
-            last, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            rows, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
+            if row.ticket.request.prompt_logprobs is not None and row.saved is None:
+                row.ticket.scored[start] = self.pool.score(rows, following(prompt, start, size))
             self._did[0].append((start, size))
             row.work.position = row.ticket.position = end
             room -= size
@@ -346,7 +350,7 @@ class PagedLane:
             if row.prefilling:
                 continue
             if row.saved is None:
-                self._begin(row, last)
+                self._begin(row, rows.last)
             else:
                 self._return(row)
 
@@ -392,12 +396,13 @@ class PagedLane:
             self._seen = set_row(self._seen, seen, index)
 
     def _grow(self, row: Row, num_keys: int) -> bool:
-        """Give a request the pages for `num_keys` keys; return False if it gave way itself."""
+        """Give a request the pages for `num_keys` keys; return False if it gave way itself or failed."""
         while row.ticket.open and (count := ceil_div(num_keys, self.pool.paging.page) - len(row.pages)) > 0:
             try:
                 row.pages += self.prefix.allocate(count)
             except OutOfPages:
-                victim = self._victim()
+                rows = {row.work.id: row for row in self._running if row.ticket.open}
+                victim = rows[self.scheduler.victim([row.work for row in rows.values()]).id]
                 if len(self._running) == 1:
                     self._events.append(fail(row.ticket, MemoryError(f"{NO_ROOM}: allow more pages, or pin fewer")))
                     return False
@@ -405,10 +410,6 @@ class PagedLane:
                 if victim is row:
                     return False
         return True
-
-    def _victim(self) -> Row:
-        rows = {row.work.id: row for row in self._running if row.ticket.open}
-        return rows[self.scheduler.victim([row.work for row in rows.values()]).id]
 
     def _give_way(self, row: Row) -> None:
         """Take a request's row and pages; it waits again."""

@@ -10,22 +10,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.attention.contract import Positions
 from tessera.core.files import sources
-from tessera.core.mesh import mesh_of, num_stripes, program, put
+from tessera.core.mesh import keep, mesh_of, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, keep_split
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward
 from tessera.models.layers import Params
 from tessera.models.pages import NULL, page_table
 from tessera.runtime.prefix import salt
-from tessera.runtime.step import allocate, decode_token, prefill_chunk, read_head
+from tessera.runtime.prompt_scores import RowScores, score_prompt_rows
+from tessera.runtime.step import allocate, decode_token, read_head
 from tessera.sparse.contract import Policy, Reads
 
 
@@ -66,6 +71,32 @@ class Paging:
         """Raise ValueError unless a query tile of the policy never crosses the end of a prefill."""
         if self.unit % policy.query_tile:
             raise ValueError(f"unit={self.unit} must be a multiple of the policy's query tile {policy.query_tile}")
+
+
+class Rows(NamedTuple):
+    """Hidden states of a prefill: of its last row, which predicts the next token, and of all its rows."""
+
+    last: Float[Array, "1 D"]
+    hidden: Float[Array, "T D"]
+
+
+@program(static_argnames=("config", "policy"), donate_argnames="cache")
+def prefill_rows(
+    params: Params,
+    cache: Cache,
+    tokens_BT: Int32[Array, "1 T"],
+    q_start_B: Int32[Array, "1"],
+    q_len_B: Int32[Array, "1"],
+    *,
+    config: ModelConfig,
+    policy: Policy,
+) -> tuple[Cache, Rows, Reads | None]:
+    """Run the first `q_len` of T rows of one sequence, from position `q_start` on."""
+    positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
+    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+    row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
+    return keep_split(cache), *keep((Rows(last, hidden[0]), policy.reads(state)))
 
 
 @program()
@@ -144,10 +175,8 @@ class Pool:
         starts = range(position - position % unit + unit, end, unit)
         return next((start for start in starts if self.policy_at(start) != policy), end)
 
-    def prefill(
-        self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int
-    ) -> tuple[Float[Array, "1 D"], Reads | None]:
-        """Compute up to `size` rows of one sequence and write their keys; return the last row's hidden state.
+    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int) -> tuple[Rows, Reads | None]:
+        """Compute up to `size` rows of one sequence and write their keys; return their hidden states.
 
         Args:
             tokens: at most `size` tokens, which all run under one policy.
@@ -157,10 +186,9 @@ class Pool:
         """
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(tokens)] = tokens
-        self.cache, last, reads = prefill_chunk(
+        self.cache, rows, reads = prefill_rows(
             self.params,
             self._paged([pages]),
-            put(np.zeros((1, self.config.hidden_size), self.dtype), self.mesh),
             padded,
             np.array([start], np.int32),
             np.array([len(tokens)], np.int32),
@@ -168,7 +196,7 @@ class Pool:
             policy=self.policy_at(start),
         )
         self._strip()
-        return last, reads
+        return rows, reads
 
     def decode(
         self, policy: Policy, token_B: Array, position_B: Sequence[int], pages: Sequence[Sequence[int]]
@@ -192,6 +220,10 @@ class Pool:
     def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
         """Compute the next-token logits of a prefill's last row."""
         return read_head(self.params, last)
+
+    def score(self, rows: Rows, next_T: Int32[np.ndarray, "rows"]) -> RowScores:
+        """Compute the probabilities of the tokens that follow the rows of a prefill."""
+        return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
         """Return work, as `Scheduler` counts it, whose times tell those of all other work."""
@@ -226,14 +258,15 @@ class Pool:
         for policy in self.policies:
             start = 0 if policy == self.policy_at(0) else self.width * self.paging.page - self.paging.unit
             for size in self.paging.sizes:
-                last, _ = self.prefill([], start, [], size)
+                rows, _ = self.prefill([], start, [], size)
+                self.score(rows, np.zeros(size, np.int32))
             for batch in self.paging.batches:
                 self.decode(policy, put(np.zeros(batch, np.int32), self.mesh), [], [])
             count += len(self.paging.sizes) + len(self.paging.batches)
-        self.scores(last)
+        self.scores(rows.last)
         self.restore([NULL], self.save([NULL]))
         jax.block_until_ready(self.cache)
-        return count + 3
+        return count + len(self.paging.sizes) + 3
 
     def _paged(self, rows: Sequence[Sequence[int]]) -> Cache:
         return self.cache._replace(pages=put(page_table(rows, self.width), self.mesh))

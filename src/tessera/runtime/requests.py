@@ -1,9 +1,9 @@
 """The input and output of an engine: requests and events."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ class Request:
         seed: seed of the draws; with it, only the logits and the step decide a draw.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
         top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
+        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, beside
+            the probability of the prompt's token; None reports nothing. Such a prompt reuses no cached keys, because
+            each of its rows must be computed. Needs an engine with pages.
         guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
             step before.
         tenant: who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
@@ -68,6 +71,7 @@ class Request:
     seed: int = 0
     bias: Mapping[int, float] = MappingProxyType({})
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
     tenant: str = ""
     deadline_s: float | None = None
@@ -86,18 +90,20 @@ class Request:
             raise ValueError(f"{stop=} must hold texts that are not empty")
         if not 0 <= self.top_logprobs <= RANKS:
             raise ValueError(f"top_logprobs={self.top_logprobs} must be from 0 to {RANKS}")
+        if not 0 <= (self.prompt_logprobs or 0) <= RANKS:
+            raise ValueError(f"prompt_logprobs={self.prompt_logprobs} must be from 0 to {RANKS}, or None")
 
 
 class Token(NamedTuple):
     """Event: a request has one more token.
 
-    `text` is the text that this token made final, in whole characters. `top` has the request's `top_logprobs` best
-    tokens, best first, each with the ln of its probability.
+    `logprob` is None only for the first token of a prompt. `text` is the text that this token made final, in whole
+    characters. `top` has the request's `top_logprobs` best tokens, best first, each with the ln of its probability.
     """
 
     id: int
     token: int
-    logprob: float
+    logprob: float | None
     text: str
     top: tuple[tuple[int, float], ...] = ()
 
@@ -105,12 +111,14 @@ class Token(NamedTuple):
 class End(NamedTuple):
     """Event: a request is complete; `generation.finish_reason` is "stop" or "length".
 
-    `reused_tokens` counts the prompt's tokens whose keys were still in the cache.
+    `reused_tokens` counts the prompt's tokens whose keys were still in the cache. `prompt` holds the prompt's tokens
+    with their probabilities, without texts, if the request has `prompt_logprobs`.
     """
 
     id: int
     generation: Generation
     reused_tokens: int
+    prompt: tuple[Token, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -147,6 +155,7 @@ class Ticket:
         position: number of prompt tokens that are computed, as far as the host knows.
         chosen: number of tokens that the device was asked to choose; the host may have read fewer.
         dropped: whether the request was cancelled or failed.
+        scored: scores of the prompt's tokens, as `prompt_scores.RowScores`, by the first row of each prefill.
         guide: what restricts the answer, in the state after the tokens that the host has read.
         allowed: which tokens may come next, if there is a guide.
     """
@@ -155,6 +164,7 @@ class Ticket:
     request: Request
     answer: Answer
     started_s: float
+    scored: dict[int, Any] = field(default_factory=dict)
     guide: Guide | None = None
     allowed: Bool[np.ndarray, "V"] | None = None
     row: int = 0

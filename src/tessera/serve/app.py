@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's completions and chat completions, tokens, health and metrics."""
+"""The HTTP routes: OpenAI's completions and chat completions, tokens, health, metrics, and a page to chat on."""
 
 import asyncio
 import json
@@ -11,26 +11,26 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from tessera.generate import Model
 from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
+from tessera.serve.page import page
 from tessera.serve.protocol import (
     CHAT_TOKENS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Refusal,
-    Reply,
     SamplingFields,
     Schema,
     TokenizeBody,
     parse,
-    usage,
 )
+from tessera.serve.replies import Reply, echoed, usage
 from tessera.serve.service import Job, Service
 from tessera.serve.tools import Speech, takes_tools, taught
 
@@ -111,6 +111,12 @@ def create(site: Site) -> FastAPI:
         owned = {"id": site.name, "object": "model", "owned_by": "tessera", "max_model_len": site.context}
         return {"object": "list", "data": [owned]}
 
+    html, headers = page()
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(html, headers=headers)
+
     _add_tokens(app, site)
     _add_state(app, site.service)
     return app
@@ -142,6 +148,11 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
         body = parse(DetokenizeBody, await request.body())
         _check_model(site, body.model)
         return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict:
+        specials = _tokenizer(site).specials
+        return {name: specials.get(name) for name in ("bos_token", "eos_token", "pad_token")}
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -206,7 +217,7 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
     try:
         return await asyncio.to_thread(site.grammars.json, schema)
     except ValueError as error:
-        raise Refusal(400, str(error), param="response_format") from error
+        raise Refusal(400, str(error), param=body.schema_field) from error
 
 
 def requests_of(
@@ -227,23 +238,25 @@ def requests_of(
     except ValueError as error:
         raise Refusal(400, str(error)) from error
     seed = uuid4().int % 2**32 if body.seed is None else body.seed
+    limit = site.model.max_new_tokens(None, CHAT_TOKENS) if body.limit is None else body.limit
     found = []
     for prompt in prompts:
         room = site.context - len(prompt)
-        if room < 1:
+        if room < min(limit, 1):
             raise Refusal(
                 400,
                 f"the prompt has {len(prompt)} tokens, but prompt and answer may have at most {site.context} together: "
-                f"shorten the prompt by {1 - room} tokens",
+                f"shorten the prompt by {min(limit, 1) - room} tokens",
                 param="prompt",
             )
         one = Generate(
             prompt=prompt,
-            max_new_tokens=min(body.limit or site.model.max_new_tokens(None, CHAT_TOKENS), room),
+            max_new_tokens=max(1, min(limit, room)),  # an engine's answer has at least one token
             stop=body.stops,
             sampling=sampling,
             bias=body.bias,
             top_logprobs=body.ranks or 0,
+            prompt_logprobs=body.ranks if body.echoes else None,
             guide=guide,
             tenant=tenant,
         )
@@ -278,9 +291,28 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         await _unless_gone(request, _all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
+    return JSONResponse(await asyncio.to_thread(_whole, site, body, reply, answers, prompt_tokens))
+
+
+def _whole(
+    site: Site, body: SamplingFields, reply: Reply, answers: Sequence[Answer], prompt_tokens: int
+) -> dict[str, Any]:
+    if body.echoes:
+        _echo(site, body, answers)
     generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
     speeches = [answer.speech for answer in answers]
-    return JSONResponse(reply.whole(generations, _usage(answers, prompt_tokens), tokens, speeches))
+    return reply.whole(generations, _usage(answers, prompt_tokens), tokens, speeches)
+
+
+def _echo(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> None:
+    """Put each choice's prompt before its answer."""
+    for answer in answers:
+        prompt = body.prompts[answer.index // body.n]
+        if not isinstance(prompt, str):
+            tokenizer = site.model.tokenizer
+            prompt = "" if tokenizer is None else tokenizer.decode(prompt, skip_special=False)
+        generation, answer.tokens = echoed(answer.end, prompt, body.limit, answer.tokens)
+        answer.end = answer.end._replace(generation=generation)
 
 
 async def _all_ends(queue: asyncio.Queue, count: int) -> None:

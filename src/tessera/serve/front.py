@@ -21,8 +21,9 @@ MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
 DISCARD_S = 1.0
 """Maximum seconds for which the server reads on after it has refused a body as too large."""
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no API key: health probes send none, and the responses reveal nothing about requests."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Paths that need no API key: the page, which asks for it, and health probes. Their responses reveal nothing about
+requests."""
 
 TENANT = "tessera.tenant"
 """Name under which a request's scope has its tenant."""

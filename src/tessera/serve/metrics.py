@@ -26,6 +26,9 @@ class Metrics:
         self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
         self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
         self._usage = Gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.", **with_registry)
+        self._kept = Gauge(
+            "tessera:kv_cache_cached_perc", "Share of the pages that only the cache uses.", **with_registry
+        )
         self._queries = Counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.", **with_registry)
         self._preempted = Counter("vllm:num_preemptions", "Requests that gave their pages to others.", **with_registry)
         self._density = Histogram(
@@ -43,6 +46,7 @@ class Metrics:
     def pool(self, state: PoolState) -> None:
         """Set how full the pool is, and count requests that gave way."""
         self._usage.set(state.usage)
+        self._kept.set(state.cached)
         self._preempted.inc(max(0, state.preempted - self._gave_way))  # a new engine counts from 0
         self._gave_way = state.preempted
 

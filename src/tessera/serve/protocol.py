@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI API, as far as the server supports them: schemas of requests, and builders of responses.
+"""Bodies of the OpenAI API's requests, as far as the server supports them; `replies` builds the responses.
 
 Source: the OpenAI API reference (completions, chat completions, models). A field that a schema lacks is refused by
 name, because a client that sets it expects an effect. `top_k`, `min_p` and `repetition_penalty` are extensions, under
@@ -6,18 +6,12 @@ vLLM's names.
 """
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tessera.runtime.answers import Generation
-from tessera.runtime.requests import Token
 from tessera.runtime.sampling import RANKS
-from tessera.serve.tools import Speech, call_schema
+from tessera.serve.tools import call_schema
 
 MAX_CHOICES = 8
 """Maximum number of answers to one prompt (`n`)."""
@@ -119,6 +113,16 @@ class SamplingFields(Schema):
         """Maximum number of new tokens; None if the request sets none."""
         return self.max_tokens
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer repeats the prompt first."""
+        return False
+
+    @property
+    def schema_field(self) -> str:
+        """Name of the field that `wanted` takes its schema from."""
+        return "response_format"
+
     def wanted(self) -> dict[str, Any] | None:
         """Return the JSON schema that the answer must follow; None if any text is allowed."""
         return None if self.response_format is None else self.response_format.wanted()
@@ -133,7 +137,8 @@ class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-    echo: Literal[False] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     logprobs: Ranks | None = None
 
@@ -144,8 +149,17 @@ class CompletionBody(SamplingFields):
 
     @property
     def limit(self) -> int:
-        """Maximum number of new tokens."""
-        return self.max_tokens or COMPLETION_TOKENS
+        """Maximum number of new tokens; with `echo`, it may be 0."""
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal(400, "max_tokens=0: must be at least 1; 0 needs echo=true", param="max_tokens")
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer repeats the prompt first, with its probabilities if `logprobs` asks for them."""
+        if self.echo and self.stream:
+            raise Refusal(400, "echo=true: a stream repeats no prompt; set stream=false", param="echo")
+        return bool(self.echo)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -257,6 +271,11 @@ class ChatBody(SamplingFields):
         """Whether the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
+    @property
+    def schema_field(self) -> str:
+        """Name of the field that `wanted` takes its schema from."""
+        return "tools" if self.forced else super().schema_field
+
     def wanted(self) -> dict[str, Any] | None:
         """Return the JSON schema of a forced call, else that of `response_format`; None if any text is allowed."""
         if not self.forced:
@@ -343,104 +362,3 @@ def _json(call: ToolCall) -> Any:
         raise Refusal(
             400, f"the arguments of the tool call {call.function.name} are not JSON text", param="messages"
         ) from None
-
-
-class Reply:
-    """Builder of one request's response or stream events; all of them have the same id and time.
-
-    Args:
-        model: name of the served model.
-        chat: whether the request is a chat completion.
-        spell: function that returns a token's text, for reported probabilities.
-    """
-
-    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-        self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
-
-    def whole(
-        self,
-        generations: Sequence[Generation],
-        usage: Mapping[str, Any],
-        tokens: Sequence[Sequence[Token] | None],
-        speeches: Sequence[Speech],
-    ) -> dict[str, Any]:
-        """Build the whole response; `tokens` holds None for each answer if no probabilities are reported."""
-        choices = []
-        for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
-            text, calls = speech.finish(generation.text)
-            message = {"role": "assistant", "content": None if calls and not text else text}
-            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
-            finish = "tool_calls" if calls else generation.finish_reason
-            choices.append({"index": index, **said, "logprobs": self._logprobs(own), "finish_reason": finish})
-        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
-
-    def piece(
-        self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
-    ) -> dict[str, Any]:
-        """Build a stream's event: new text, the reason of the end (`finish`), or a token with its probability."""
-        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        said = {"delta": delta} if self.chat else {"text": text}
-        logprobs = self._logprobs(None if token is None else [token])
-        return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
-
-    def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Build the stream's event with all tool calls of an answer."""
-        delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-
-    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the stream's last event, which holds only the usage."""
-        return self._chunk([]) | {"usage": usage}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
-        if tokens is None:
-            return None
-        if self.chat:
-            content = [
-                self._spelt(token.token, token.logprob) | {"top_logprobs": [self._spelt(*one) for one in token.top]}
-                for token in tokens
-            ]
-            return {"content": content, "refusal": None}
-        texts = [self.spell(token.token) for token in tokens]
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self.spell(id): value for id, value in token.top} for token in tokens],
-            "text_offset": [0, *accumulate(map(len, texts))][:-1],
-        }
-
-    def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def usage(
-    prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
-) -> dict[str, Any]:
-    """Build the usage of a request.
-
-    Args:
-        prompt_tokens: tokens of all prompts together.
-        generations: all answers.
-        cached_tokens: prompt tokens whose keys were in the cache.
-        policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
-
-    Returns:
-        OpenAI's counts, and under "tessera" the policies and the answers' mean density: keys read / keys visible.
-    """
-    new = sum(len(generation.tokens) for generation in generations)
-    density = sum(generation.density for generation in generations) / max(len(generations), 1)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
-    }

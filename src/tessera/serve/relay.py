@@ -21,8 +21,8 @@ from tessera.serve.summed import summed
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 """Routes that a key chooses a replica for, with their bodies; any replica answers the others."""
-KEPT = ("content-type", "cache-control", "retry-after", "allow")
-"""Headers of a replica's answer that the client gets."""
+OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "x-request-id"})
+"""Headers of a replica's answer that the front sets itself."""
 BUSY = (429, 503)
 """Statuses of a replica that has not begun a request: another may have room."""
 
@@ -134,7 +134,7 @@ class Relay:
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:
-                headers = {name: found.headers[name] for name in KEPT if name in found.headers}
+                headers = {name: value for name, value in found.headers.items() if name.lower() not in OWN}
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     return Response(await found.aread(), found.status_code, headers)
                 async for piece in found.aiter_raw():

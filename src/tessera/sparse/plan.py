@@ -148,7 +148,7 @@ class Plan:
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
         """Raise ValueError unless the plan fits a model of this config (and, if given, exactly these weights)."""
-        remake = "make its own with `tessera calibrate`"
+        remake = "make a plan for this model with `tessera calibrate`"
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
             if mine != theirs:
@@ -233,7 +233,7 @@ def check_promise(promise: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={quoted(value)} in the promise must be a number from 0 to 1")
         if name in ("max_kl", *MEASURED) and not number(-MAX_MEASURED, MAX_MEASURED).fits(value):
             raise ValueError(
-                f"{name}={quoted(value)} in the promise must be from -{MAX_MEASURED:,} to {MAX_MEASURED:,}"
+                f"{name}={quoted(value)} in the promise must be a number from -{MAX_MEASURED:,} to {MAX_MEASURED:,}"
             )
         if name in COUNTED and not integer(0, MAX_INT32).fits(value):
             raise ValueError(f"{name}={quoted(value)} in the promise must be an integer, at least 0")

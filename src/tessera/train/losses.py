@@ -46,7 +46,9 @@ def open_log(path: Path, step: int):
 
 
 class Line:
-    """One line of progress: loss, answers, tokens/s, MFU and time left; redrawn on a terminal, else every 30 s.
+    """One line of progress: loss, share of right answer tokens ("answers"), tokens/s, MFU and time left.
+
+    A terminal redraws the line after every step; other outputs get a new line at most every 30 s.
 
     MFU is the model's FLOP/s over the peak FLOP/s that a large matrix product reaches on this machine. A token takes
     6 P + 6 L S N H FLOPs, forward and backward, with P parameters, L layers, sequence length S, N heads and head dim H.

@@ -95,7 +95,7 @@ def _split_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def build(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh over the first of `devices`; None means all devices of all processes."""
+    """Return a mesh over the first data * shard of `devices`; None means all devices of all processes."""
     devices = (jax.devices() if devices is None else devices)[: shape.data * shape.shard]
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 

@@ -65,7 +65,10 @@ def first_entry(cut: Cut, step, head, block):
 
 
 def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
-    """Mark the keys of a head's block [1, block_s] that lie in listed tiles; True if a unit is one tile."""
+    """Return a mask [1, block_s] of the keys of a head's block that lie in listed tiles.
+
+    If a unit is one tile, only listed tiles were copied, so every key counts: the mask is then a plain True.
+    """
     if cut.tiles_per_unit == 1:
         return True
     tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile

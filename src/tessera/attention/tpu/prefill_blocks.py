@@ -106,10 +106,11 @@ class Cut(NamedTuple):
 
     @property
     def corner(self) -> bool:
-        """Whether straight-line code handles the keys at a row block's own positions (`prefill.corner`).
+        """Whether the corner has straight-line code (`prefill.corner`): only in causal calls without a window.
 
-        Row blocks must divide a key block, and must not be short: the keys before a row block are absorbed block_t at a
-        time, which is slow for small block_t.
+        Besides, sub_t must be a multiple of 128, and block_t a multiple of `step` and a divisor of block_s. A small
+        block_t would be slow: `prefill.before_corner` absorbs the keys of the corner's key block that precede the row
+        block, block_t at a time.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
@@ -217,7 +218,7 @@ def is_whole(first, start, kv_len, cut: Cut):
 def is_diagonal(first, start, kv_len, cut: Cut):
     """Return whether the call has a corner (`Cut.corner`) and this row block and key block are aligned for it.
 
-    They are if `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid. Then a
+    They are aligned if first - start is a multiple of block_t and the keys at all the rows' positions are valid. Then a
     key block that is visible only in part consists of keys that every row sees, followed by the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)

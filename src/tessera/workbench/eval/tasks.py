@@ -105,7 +105,7 @@ def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> 
 
 
 def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Hide four chains of names, each name set to the one before it; ask for the number of one chain's last name."""
+    """Hide four chains of assignments (x = 48213, y = x, z = y) and ask for the value of one chain's last name."""
     letters = list("abcdefghijklmnopqrstuvwxyz")
     notes, asked = [], []
     for chain in range(4):

@@ -22,7 +22,7 @@ COLUMNS = (
 """Titles of contenders, in the order of columns. A contender without a record has no column."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
-"""Titles of the contenders whose divergence the table of gaps shows, divided by the divergence of the exact choice."""
+"""Titles of the contenders whose divergence `gaps` divides by that of EXACT."""
 PEERS = {
     "transformers": "transformers, on the converted folder",
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",

@@ -1,0 +1,51 @@
+"""`tessera chat --url`: a conversation with a server, and the API key that its users have in a file."""
+
+from collections.abc import Callable
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
+"""Flags of a model that is loaded here, which a server's model has had since its start."""
+
+
+@contextmanager
+def conversation(flags: Any, say: Callable[[str], Any]):
+    """Connect to the server that the flags of `tessera chat` name, and open a conversation.
+
+    Args:
+        flags: the command's dataclass.
+        say: prints a remark.
+
+    Raises:
+        ValueError: a flag is of a model that is loaded here, or the server cannot be reached.
+    """
+    from tessera.core.extras import require
+
+    require("httpx2", "serve")
+    from tessera.chat.remote import RemoteChat
+
+    usual = {field.name: field.default for field in fields(flags)}
+    for name in HERE:
+        if getattr(flags, name) != usual[name]:
+            flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
+            raise ValueError(f"{flag} is not for --url: the server has loaded its model; drop it")
+    options = flags.values()
+    if flags.max_new_tokens is not None:
+        options["max_tokens"] = flags.max_new_tokens
+    key = first_key(flags.api_key_file)
+    chat = RemoteChat(flags.url, key=key, options=options, system=flags.system, seed=flags.seed)
+    with closing(chat):
+        chat.connect(say)
+        yield chat
+
+
+def first_key(path: Path | None) -> str | None:
+    """Return the first line of a file of API keys; None without a file."""
+    if path is None:
+        return None
+    key = path.read_text(encoding="utf-8").split("\n")[0].strip()
+    if not key:
+        raise ValueError(f"{path} holds no key in its first line: write one there")
+    return key

@@ -1,0 +1,136 @@
+"""Bodies of the OpenAI API's responses, whole or as the events of a stream."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+from uuid import uuid4
+
+from tessera.runtime.answers import Generation
+from tessera.runtime.requests import End, Token
+from tessera.serve.tools import Speech
+
+
+class Reply:
+    """Builder of one request's response or stream events; all of them have the same id and time.
+
+    Args:
+        model: name of the served model.
+        chat: whether the request is a chat completion.
+        spell: function that returns a token's text, for reported probabilities.
+    """
+
+    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+        self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
+
+    def whole(
+        self,
+        generations: Sequence[Generation],
+        usage: Mapping[str, Any],
+        tokens: Sequence[Sequence[Token] | None],
+        speeches: Sequence[Speech],
+    ) -> dict[str, Any]:
+        """Build the whole response; `tokens` holds None for each answer if no probabilities are reported."""
+        choices = []
+        for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
+            text, calls = speech.finish(generation.text)
+            message = {"role": "assistant", "content": None if calls and not text else text}
+            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
+            finish = "tool_calls" if calls else generation.finish_reason
+            choices.append({"index": index, **said, "logprobs": self._logprobs(own), "finish_reason": finish})
+        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
+
+    def piece(
+        self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
+    ) -> dict[str, Any]:
+        """Build a stream's event: new text, the reason of the end (`finish`), or a token with its probability."""
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        said = {"delta": delta} if self.chat else {"text": text}
+        logprobs = self._logprobs(None if token is None else [token])
+        return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
+
+    def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Build the stream's event with all tool calls of an answer."""
+        delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Build the stream's last event, which holds only the usage."""
+        return self._chunk([]) | {"usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        if self.chat:
+            content = [
+                self._spelt(token.token, token.logprob) | {"top_logprobs": [self._spelt(*one) for one in token.top]}
+                for token in tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self.spell(token.token) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                None if token.logprob is None else {self.spell(id): value for id, value in token.top}
+                for token in tokens
+            ],
+            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+        }
+
+    def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def usage(
+    prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
+) -> dict[str, Any]:
+    """Build the usage of a request.
+
+    Args:
+        prompt_tokens: tokens of all prompts together.
+        generations: all answers.
+        cached_tokens: prompt tokens whose keys were in the cache.
+        policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
+
+    Returns:
+        OpenAI's counts, and under "tessera" the policies and the answers' mean density: keys read / keys visible.
+    """
+    new = sum(len(generation.tokens) for generation in generations)
+    density = sum(generation.density for generation in generations) / max(len(generations), 1)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
+    }
+
+
+def echoed(
+    end: End, text: str, limit: int, tokens: Sequence[Token] | None
+) -> tuple[Generation, Sequence[Token] | None]:
+    """Put a prompt before its answer.
+
+    Args:
+        end: the answer's last event.
+        text: the prompt's text.
+        limit: maximum tokens of the answer; with 0, the one token that the engine generated is left out.
+        tokens: the answer's tokens; None if no probabilities are reported.
+
+    Returns:
+        the answer whose text begins with the prompt, and the tokens of both.
+    """
+    generation = end.generation
+    if limit == 0:
+        generation, tokens = replace(generation, text="", tokens=[], finish_reason="length"), tokens and []
+    return replace(generation, text=text + generation.text), tokens if tokens is None else [*end.prompt, *tokens]
