@@ -10,7 +10,7 @@ from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
 from tessera.serve import server, warm
-from tessera.serve.app import Site
+from tessera.serve.app import Site, create
 
 CONTEXT = 256
 KEY = "a-secret"
@@ -26,7 +26,7 @@ class Running:
         self.socket = server.listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = server.Server(server.configured(self.site, keys), self.site)
+        self.server = server.Server(server.configured(create(self.site), keys), service)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
         self._thread.start()

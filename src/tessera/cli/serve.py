@@ -19,6 +19,7 @@ BOUNDS = (
     ("queue", 0, 10**6),
     ("context", 2, 2**31),
     ("pages", 1, 2**31),
+    ("replicas", 1, 1024),
     ("spill_gb", 0.001, 1e6),
 )
 """Smallest and largest values of flags."""
@@ -71,6 +72,9 @@ class Serve:
     """Hold the matrices in fewer bits; see `tessera generate --help`."""
     mesh: Omittable[str] = None
     """Devices that share the model; see `tessera generate --help`."""
+    replicas: Omittable[int] = None
+    """Processes that each load the model and answer requests, behind one address; needs Ray, and a cluster for several
+    machines (docs/serving.md)."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -84,6 +88,8 @@ class Serve:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
+        if self.replicas is not None:
+            require("ray", "cluster")
         if self.path is not None and self.model is not None:
             raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
         keys = self.keys()
@@ -91,12 +97,42 @@ class Serve:
 
         bound = server.listen(self.host, self.port)
         with bound:
+            if self.replicas is not None:
+                return self.run_replicas(bound, keys)
             site = self.site(keys)
             server.run(site, bound, keys)
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
+
+    def run_replicas(self, bound, keys: tuple[str, ...]) -> int:
+        """Serve with several replicas until SIGTERM or Ctrl-C."""
+        from tessera.cli.model_commands import named_model
+        from tessera.core.mesh import parse
+        from tessera.models.checkpoint import read_tokenizer, resolve
+        from tessera.serve import cluster
+
+        shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
+        source = resolve(named_model(self.named))
+        tokenizer = read_tokenizer(source)
+        full = {name: None if (path := getattr(self, name)) is None else path.absolute() for name in ("plan", "spill")}
+        full["pin"] = None if self.pin is None else tuple(path.absolute() for path in self.pin)
+        same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
+        launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1])
+        sizes = {"count": self.replicas, "margin": self.slots}
+        cluster.run(launcher, tokenizer, name=self.served_name, bound=bound, **sizes)
+        return 0
+
+    @property
+    def named(self) -> str | None:
+        """The model as the user names it; None for the demo model."""
+        return self.path if self.model is None else self.model
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.name or os.path.basename(str(self.named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
 
     def keys(self) -> tuple[str, ...]:
         """Read the API keys; raise ValueError if there are none and other machines can reach --host."""
@@ -121,8 +157,7 @@ class Serve:
         from tessera.serve.front import tenant_of
         from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
-        named = self.path if self.model is None else self.model
-        source = resolve(named_model(named))
+        source = resolve(named_model(self.named))
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")
         names = ("dtype", "weights", "cache", "mesh", "plan")
@@ -141,5 +176,4 @@ class Serve:
             pins=pinned(model, self.pin or ()),
             tenants=[tenant_of(key) for key in keys] or [""],
         )
-        name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
-        return Site(model=model, name=name, service=service, context=context, grammars=grammars)
+        return Site(model=model, name=self.served_name, service=service, context=context, grammars=grammars)

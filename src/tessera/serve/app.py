@@ -83,8 +83,7 @@ def create(site: Site) -> FastAPI:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
-        headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
-        return JSONResponse(error.body(), status_code=error.status, headers=headers)
+        return refusal_response(error)
 
     @app.exception_handler(404)
     @app.exception_handler(405)
@@ -121,6 +120,12 @@ def create(site: Site) -> FastAPI:
     _add_tokens(app, site)
     _add_state(app, site.service)
     return app
+
+
+def refusal_response(error: Refusal) -> JSONResponse:
+    """Return the response that tells a client why its request is refused."""
+    headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
 def described(schema: type[Schema]) -> dict[str, Any]:
@@ -344,13 +349,14 @@ async def _stream(
     site: Site, reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, show_usage: bool, prompt_tokens: int
 ) -> AsyncIterator[str]:
     """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream."""
-    left = len(answers)
+    left, begun = len(answers), not reply.chat
     try:
-        if reply.chat:
-            for answer in answers:
-                yield _event(reply.piece(answer.index, "", first=True))
         while left:
             answer, event = await queue.get()
+            if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
+                begun = True
+                for each in answers:
+                    yield _event(reply.piece(each.index, "", first=True))
             if isinstance(event, Failure):
                 yield _event(_failed(event).body())
                 return

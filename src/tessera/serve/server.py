@@ -9,8 +9,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,7 +28,31 @@ DRAIN_S = 30.0
 """Seconds that open requests may take after SIGTERM."""
 
 
-class Protocol(H11Protocol):
+class Work(Protocol):
+    """What a server answers with: one engine's service, or the replicas behind a front.
+
+    Attributes:
+        draining: whether new requests are refused.
+        open: number of requests that wait or run.
+        alive: whether it can still answer.
+    """
+
+    draining: bool
+
+    @property
+    def open(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def drain(self) -> None:
+        """Refuse new requests; open requests continue."""
+
+    def stop(self) -> None:
+        """End all work and fail the open requests."""
+
+
+class Deadlines(H11Protocol):
     """HTTP/1.1 with a deadline for a request's headers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -66,19 +90,19 @@ class Server(uvicorn.Server):
     A second signal stops it at once.
     """
 
-    def __init__(self, config: uvicorn.Config, site: Site):
+    def __init__(self, config: uvicorn.Config, service: Work):
         super().__init__(config)
-        self.site = site
+        self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """At the first signal, refuse new requests and finish open ones; at the second, stop at once."""
-        if self._ending is not None or self.site.service.draining:
+        if self._ending is not None or self.service.draining:
             self.should_exit = self.force_exit = True
             return
-        logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.site.service.open)
-        self.site.service.drain()
+        logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.service.open)
+        self.service.drain()
         if self._loop is None:  # `serve` has not started yet
             self.should_exit = True
         else:
@@ -86,7 +110,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must stop: uvicorn says so, or the engine's thread has ended."""
-        return await super().on_tick(counter) or not self.site.service.alive
+        return await super().on_tick(counter) or not self.service.alive
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal; end the engine's thread after the last response."""
@@ -95,18 +119,18 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
         finally:
             if not self.force_exit:
-                await asyncio.to_thread(self.site.service.stop)
+                await asyncio.to_thread(self.service.stop)
 
     def _end(self) -> None:
         self._ending = asyncio.create_task(self._drained())
 
     async def _drained(self) -> None:
         deadline = time.monotonic() + DRAIN_S
-        while self.site.service.open and time.monotonic() < deadline:
+        while self.service.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        if self.site.service.open:
-            logger.warning("%d requests did not end within %g s: stopping them", self.site.service.open, DRAIN_S)
-            await asyncio.to_thread(self.site.service.stop)
+        if self.service.open:
+            logger.warning("%d requests did not end within %g s: stopping them", self.service.open, DRAIN_S)
+            await asyncio.to_thread(self.service.stop)
         self.should_exit = True
 
 
@@ -123,11 +147,11 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
+def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) -> uvicorn.Config:
     """Return uvicorn's configuration; `keys` are the accepted API keys; without keys, accept every request."""
     return uvicorn.Config(
-        Front(create(site), keys),
-        http=Protocol,
+        Front(app, keys),
+        http=Deadlines,
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -141,11 +165,20 @@ def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
 
 def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
     """Serve on a socket from `listen` until SIGTERM or Ctrl-C, and return after the last response."""
-    server = Server(configured(site, keys), site)
+    server = Server(configured(create(site), keys), site.service)
+    take_signals(server)
+    logger.info("%s at %s/v1, warming up", site.name, address(bound))
+    server.run(sockets=[bound])
+
+
+def take_signals(server: Server) -> None:
+    """Let SIGINT and SIGTERM end the server, before it runs too."""
     interrupt.release()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
+
+
+def address(bound: socket.socket) -> str:
+    """Return the URL of a socket from `listen`."""
     host, port = bound.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("%s at http://%s:%d/v1, warming up", site.name, shown, port)
-    server.run(sockets=[bound])
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,198 @@
+"""Replicas as Ray actors, on this machine or on the machines of a Ray cluster, and the server in front of them.
+
+Ray places the processes, gives each its chips, and reports their end. Requests do not pass through Ray: each actor runs
+the server of `tessera serve` on a free port, and the front speaks HTTP with it. Ray Serve is not used: its proxy would
+be a second front, which knows neither the keys and deadlines of `front` nor which prompts share pages.
+
+Without RAY_ADDRESS, Ray runs in processes below this one and ends with it. With it ("auto" on a cluster's machine),
+replicas are spread over the cluster, whose machines need the same Python environment and the model at the same path.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tessera.models.tokenizer import Tokenizer
+from tessera.serve import server
+from tessera.serve.app import Site, create
+from tessera.serve.relay import Relay
+from tessera.serve.replicas import Lost, Replicas
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "RAY_ADDRESS"
+"""Environment variable that names a cluster, as for all of Ray's programs."""
+LOOPBACK = "127.0.0.1"
+STORE_BYTES = 80 << 20
+"""Bytes of Ray's object store on this machine: its minimum is 75 MiB, and replicas put nothing there."""
+CHIPS = ("GPU", "TPU")
+"""Ray's names of accelerators."""
+
+
+class Actor:
+    """Process of one replica: an engine and its HTTP server."""
+
+    def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
+        """Load a model, serve it on a free port of `host` on a thread, and return the URL.
+
+        The server accepts the clients' `keys`, which tell its tenants apart, and the front's `own`.
+
+        Raises:
+            ValueError, MemoryError, OSError: the model cannot be served.
+        """
+        import ray
+
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logging.getLogger("tessera").setLevel(logging.INFO)
+        logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the front logs every request
+        site = build(keys or (own,))
+        bound = server.listen(host or ray.util.get_node_ip_address(), 0)
+        bound.listen()  # from here on connections wait; refused ones would count as a lost replica
+        running = server.Server(server.configured(create(site), (*keys, own)), site.service)
+        threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
+        return server.address(bound)
+
+
+class Cluster:
+    """The `Launcher` that uses Ray.
+
+    Args:
+        build: loads the model and starts the engine's thread, in the replica's process; it takes the API keys.
+        keys: API keys of clients; if there are none, every request is accepted.
+        count: number of replicas.
+        chips: devices that each replica uses, if the machines have accelerators.
+
+    Raises:
+        ValueError: the machines have too few chips.
+        OSError: RAY_ADDRESS names no cluster.
+    """
+
+    def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
+        import ray  # not at the top: Ray is optional, and takes half a second
+
+        self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
+        self._host = join()
+        self._options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **places(ray.nodes(), count, chips)}
+        self._actors: dict[int, Any] = {}
+
+    async def start(self, index: int) -> str:
+        """Start replica `index`, load its model and return its server's URL."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        self._actors[index] = actor = self._ray.remote(Actor).options(**self._options).remote()
+        try:
+            return await actor.start.remote(self._build, self.keys, self.key, self._host)
+        except RayActorError as error:
+            raise Lost("its process ended while it loaded the model") from error
+        except RayTaskError as error:
+            raise error.cause from None
+
+    async def stop(self, index: int) -> None:
+        """End the process of replica `index`, if there is one, at once."""
+        if (actor := self._actors.pop(index, None)) is not None:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End all processes at once, from any thread."""
+        while self._actors:
+            self._ray.kill(self._actors.popitem()[1])
+
+    def shut_down(self) -> None:
+        """End all processes, Ray's too, or leave the cluster."""
+        self.close()
+        self._ray.shutdown()
+
+
+def join() -> str:
+    """Join the cluster that RAY_ADDRESS names, or start Ray here; return the host for replicas, "" for their machine's.
+
+    Raises:
+        OSError: there is no cluster at this address.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers
+    quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+    if os.environ.get(ADDRESS, "local") == "local":
+        os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 starves replicas wherever anything else computes
+        ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
+        return LOOPBACK
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError as error:
+        raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: start it with ray start") from error
+    return ""
+
+
+def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
+    """Return Ray's options that give each replica its chips: none if no machine has an accelerator.
+
+    Args:
+        nodes: the machines, as `ray.nodes` lists them.
+        count: number of replicas.
+        chips: chips of each, all in one machine.
+
+    Raises:
+        ValueError: the machines have too few chips.
+    """
+    present = [node["Resources"] for node in nodes if node["Alive"]]
+    kind = next((kind for kind in CHIPS if any(resources.get(kind) for resources in present)), None)
+    if kind is None:
+        return {}
+    room = sum(int(resources.get(kind, 0)) // chips for resources in present)
+    if room < count:
+        held = ", ".join(str(int(resources.get(kind, 0))) for resources in present)
+        raise ValueError(
+            f"--replicas {count} with {chips} chips each needs {count * chips} chips, but the machines have {held} "
+            f"{kind}s, room for {room}: name fewer --replicas, or a smaller --mesh"
+        )
+    return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
+
+
+def run(
+    launcher: Cluster,
+    tokenizer: Tokenizer | None,
+    *,
+    name: str,
+    count: int,
+    margin: int,
+    bound: socket.socket,
+) -> None:
+    """Serve on a socket from `server.listen` with several replicas, until SIGTERM or Ctrl-C.
+
+    SIGHUP restarts the replicas one after the other.
+
+    Args:
+        launcher: starts and ends the replicas' processes.
+        tokenizer: the model's; None sends texts to any replica.
+        name: the model's name in the log.
+        count: number of replicas.
+        margin: see `routing.choose`.
+        bound: the socket.
+
+    Raises:
+        ValueError, MemoryError, OSError: the model cannot be served.
+    """
+
+    async def serve() -> None:
+        replicas = Replicas(launcher, count)
+        front = server.Server(server.configured(Relay(replicas, tokenizer, margin), launcher.keys), replicas)
+        server.take_signals(front)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
+        logger.info("%s at %s/v1, starting %d replicas", name, server.address(bound), count)
+        replicas.begin()
+        try:
+            await front.serve([bound])
+        finally:
+            await replicas.end()
+
+    try:
+        asyncio.run(serve())
+    finally:
+        launcher.shut_down()

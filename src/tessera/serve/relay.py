@@ -1,0 +1,159 @@
+"""The front of several replicas: an ASGI application that passes each request to one of them, and its answer back.
+
+A request that no client has seen a byte of an answer to is tried on another replica if its own is lost, full or still
+warming up. A stream that has begun ends with an error event instead: its client already has part of the answer.
+"""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import httpx2
+from fastapi import Response
+
+from tessera.models.tokenizer import Tokenizer
+from tessera.serve.app import refusal_response
+from tessera.serve.front import TENANT, Message, Receive, Send
+from tessera.serve.protocol import ChatBody, CompletionBody, Refusal, parse
+from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
+from tessera.serve.routing import choose, first_page
+from tessera.serve.summed import summed
+
+PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+"""Routes that a key chooses a replica for, with their bodies; any replica answers the others."""
+OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "x-request-id"})
+"""Headers of a replica's answer that the front sets itself."""
+BUSY = (429, 503)
+"""Statuses of a replica that has not begun a request: another may have room."""
+
+
+class Relay:
+    """ASGI application in front of replicas.
+
+    Args:
+        replicas: the replicas.
+        tokenizer: the model's tokenizer, for routing keys; None sends texts to any replica.
+        margin: see `routing.choose`.
+    """
+
+    def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
+        self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
+        self._encoding = asyncio.Lock()  # the tokenizer is not thread-safe
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request whose body is one message (see `Front`); stop at once if its client goes away."""
+        body, complete = (await receive()).get("body", b""), False
+
+        async def passed(message: Message) -> None:
+            nonlocal complete
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        answering = asyncio.create_task(self._respond(scope, body, passed))
+        watching = asyncio.create_task(gone())
+        try:
+            await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not complete:  # uvicorn reports a complete answer as a disconnection too
+                answering.cancel()
+            with suppress(asyncio.CancelledError):
+                await answering
+        finally:
+            answering.cancel()
+            watching.cancel()
+
+    async def _respond(self, scope: Message, body: bytes, send: Send) -> None:
+        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(scope["path"])
+        try:
+            response = await (self._forward(scope, body, send) if own is None else own())
+        except Refusal as refusal:
+            response = refusal_response(refusal)
+        if response is not None:
+            await response(scope, None, send)
+
+    async def _health(self) -> Response:
+        return Response(status_code=200 if self.replicas.alive else 500)
+
+    async def _ready(self) -> Response:
+        return Response(status_code=200 if self.replicas.ready and not self.replicas.draining else 503)
+
+    async def _metrics(self) -> Response:
+        asked = (
+            self.replicas.client.get(f"{replica.url}/metrics", timeout=ANSWER_S) for replica in self.replicas.ready
+        )
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        texts = [answer.text for answer in answers if isinstance(answer, httpx2.Response)]
+        own = {"lost": self.replicas.lost, "retried": self.replicas.retried}
+        text = summed(texts, ready=len(self.replicas.ready), **own)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _forward(self, scope: Message, body: bytes, send: Send) -> Response | None:
+        """Let replicas answer, one after the other until one has room; return None if the answer has been passed on."""
+        if self.replicas.draining and scope["method"] == "POST":
+            raise Refusal(503, "the server is shutting down", retry_s=30)
+        key = await self._key(scope, body)
+        tried, response = set(), refusal_response(Refusal(503, "no replica is ready", retry_s=5))
+        with self.replicas.counted():
+            while left := [replica for replica in self.replicas.ready if replica not in tried]:
+                replica = choose(key, left, self.margin)
+                tried.add(replica)
+                try:
+                    with replica.counted():
+                        response = await self._ask(replica, scope, body, send)
+                except Lost:
+                    self.replicas.retried += 1
+                    continue
+                if response is None or response.status_code not in BUSY:
+                    return response
+        return response
+
+    async def _key(self, scope: Message, body: bytes) -> bytes | None:
+        """Return the request's routing key; raise Refusal if its body is wrong."""
+        schema = PROMPTS.get(scope["path"])
+        if schema is None or scope["method"] != "POST":
+            return None
+        async with self._encoding:
+            return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer, scope[TENANT]))
+
+    def _key_of(self, scope: Message) -> dict[str, str]:
+        """Return the header with the client's API key, if clients have any: the replica tells tenants apart by it."""
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        return {"Authorization": given} if self.replicas.launcher.keys and given else {}
+
+    async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
+        """Pass a request to a replica; return its whole answer, or pass a stream on and return None.
+
+        Raises:
+            Lost: the replica was lost before the client saw a byte.
+        """
+        begun, query = False, scope["query_string"].decode("latin-1")
+        url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (f"?{query}".encode() if query else b""))
+        asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
+        try:
+            async with replica.bounded(), self.replicas.client.stream(**asked) as found:
+                headers = {name: value for name, value in found.headers.items() if name.lower() not in OWN}
+                if not headers.get("content-type", "").startswith("text/event-stream"):
+                    return Response(await found.aread(), found.status_code, headers)
+                async for piece in found.aiter_raw():
+                    if not begun:
+                        await send(_start(found.status_code, headers))
+                    begun = True
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except (httpx2.TransportError, TimeoutError) as error:
+            if not begun:
+                raise Lost(str(error) or type(error).__name__) from error
+            said = Refusal(500, "the replica that answered was lost: ask again").body()
+            await send({"type": "http.response.body", "body": f"data: {json.dumps(said)}\n\n".encode()})
+            return None
+        if not begun:
+            raise Lost("the stream ended before its first piece")
+        await send({"type": "http.response.body", "body": b""})
+        return None
+
+
+def _start(status: int, headers: dict[str, str]) -> Message:
+    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}

@@ -1,0 +1,64 @@
+"""The metrics of several replicas as one server's: counters, histograms and gauges are sums, shares are means."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+SHARE = "_perc"
+"""End of the names of gauges that are shares of a whole."""
+CREATED = "_created"
+"""End of the names of times at which counters began; their sum means nothing."""
+
+
+def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> bytes:
+    """Return the metrics of all replicas together, in Prometheus' text format.
+
+    Args:
+        texts: each replica's metrics in this format.
+        ready: replicas that take requests.
+        lost: replicas that ended without being asked to.
+        retried: requests that were sent to another replica because the first was lost.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Families(_merged(texts)))
+    about = "Replicas that ended without being asked to."
+    again = "Requests sent to another replica because the first was lost."
+    own = [
+        GaugeMetricFamily("tessera:replicas_ready", "Replicas that take requests.", value=ready),
+        CounterMetricFamily("tessera:replicas_lost", about, value=lost),
+        CounterMetricFamily("tessera:requests_retried", again, value=retried),
+    ]
+    registry.register(_Families(own))
+    return generate_latest(registry)
+
+
+class _Families:
+    """Collector of fixed metrics."""
+
+    def __init__(self, families: Iterable[Metric]):
+        self._families = list(families)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _merged(texts: Sequence[str]) -> list[Metric]:
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple, float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            if family.name.endswith(CREATED):
+                continue
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            found = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, tuple(sample.labels.items())
+                found[key] = found.get(key, 0.0) + sample.value
+    for name, family in families.items():
+        part = len(texts) if name.endswith(SHARE) else 1
+        for (sample, labels), value in values[name].items():
+            family.add_sample(sample, dict(labels), value / part)
+    return list(families.values())
