@@ -158,6 +158,14 @@ def test_a_conversation_gives_the_tokens_of_a_cold_run_of_all_of_it(model):
         tokens += [*answer.tokens, *prompt(5, seed=turn)]
 
 
+def test_a_page_whose_query_tile_goes_on_in_the_next_page_is_not_shared(model):
+    """Rows 192 to 223 fill a page; under Kascade their keys also depend on rows 224 to 255, which differ here."""
+    policy = Kascade.from_plan(replace(OWN, query_tile=64))
+    one, two = (Request(prompt=prompt(224) + prompt(31, seed=seed), max_new_tokens=8) for seed in (1, 2))
+    warm, cold = (replace(model, policy=policy).engine(slots=1, num_keys=512, paging=PAGING) for _ in range(2))
+    assert run(warm, one, two)[1].tokens == run(cold, two)[0].tokens
+
+
 def test_requests_of_other_tenants_share_no_page(model):
     engine, one = engine_of(model), Request(prompt=prompt(200), max_new_tokens=2, tenant="a")
     reused = []

@@ -209,7 +209,7 @@ class Engine:
         return lane.hold(tokens)
 
     def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
-        """Compute a prefix, and keep its full pages for as long as the engine lives; return their positions.
+        """Compute a prefix, and keep its whole units for as long as the engine lives; return their positions.
 
         Raises:
             ValueError: the engine has no pages, or the prefix is empty or too long.

@@ -2,8 +2,8 @@
 
 The scheduler decides which request gets a row, is prefilled next, or gives way (waits again). This file ensures:
 
-- Only pages that a prefill wrote in full enter the prefix cache. Keys that decode wrote differ from those of a prefill
-  under a sparse policy, so an answer's tokens are computed again when they come back in a later prompt.
+- Only pages of whole units that a prefill wrote enter the prefix cache: keys of a part depend on the tokens that share
+  its query tile, and decode writes other keys under a sparse policy, so an answer is prefilled if it comes back.
 - A request that gives way keeps what only it has: the pages after its last shared page are copied to the host. Its
   shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
 """
@@ -149,8 +149,8 @@ class PagedLane:
         raise ValueError("an engine with pages keeps every prefix by itself: submit requests without `held`")
 
     def pin(self, tokens: Sequence[int], tenant: str) -> int:
-        """Keep the full pages of a prompt that has just been computed; return their positions."""
-        hashes = self.prefix.hashes(tokens, tenant)
+        """Keep the pages of a just computed prompt's whole units; return their positions."""
+        hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.paging.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.pool.paging.page
 
@@ -342,7 +342,7 @@ class PagedLane:
             self._did[0].append((start, size))
             row.work.position = row.ticket.position = end
             room -= size
-            for index in range(start // page, end // page):
+            for index in range(start // page, (end - end % self.pool.paging.unit) // page):
                 self._publish(row, index)
             if reads is not None and row.saved is None:
                 row.reads[start] = reads
@@ -370,7 +370,7 @@ class PagedLane:
             row.ticket.reused += usable * page
 
     def _publish(self, row: Row, index: int) -> None:
-        """Offer a full page of the prompt to later requests."""
+        """Offer a page of a whole unit of the prompt to later requests."""
         parent = row.hashes[index - 1] if index else None
         row.pages[index] = self.prefix.publish(row.hashes[index], parent, row.pages[index])
         if row.shared == index and not self.prefix.pages.writable(row.pages[index]):
