@@ -15,6 +15,7 @@ from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
+from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Paging, Pool, prefill_rows
 from tessera.runtime.requests import End, Event, Failure, Request, Token
 from tessera.runtime.sampling import Sampling
@@ -337,3 +338,52 @@ def test_a_tenant_with_many_requests_does_not_keep_another_waiting(model):
         engine.submit(request)
     ends = [end.id for end in engine.drain()]
     assert max(ends.index(number) for number in range(24, 28)) < 16
+
+
+def first_step(model: Model, request: Request) -> Row:
+    """Run the first step of a request whose prompt takes several, and return its row."""
+    engine = engine_of(model)
+    number = engine.submit(request)
+    engine.step()
+    [lane] = engine.lanes.values()
+    return lane._rows[number]
+
+
+def test_a_prompt_token_is_never_counted_as_reused_twice(model):
+    """A request takes over another's pages, gives way, finds its pages evicted and takes over pages once more."""
+    row = first_step(model, Request(prompt=prompt(300), max_new_tokens=2))
+    row.leave()
+    row.enter([], 0)
+    row.take_over([3, 4], 64)
+    assert (row.ticket.reused, row.shared, row.work.position) == (64, 2, 64)
+    row.leave()
+    row.enter([], 0)
+    assert row.ticket.reused == 0
+    row.take_over([5, 6], 64)
+    assert row.ticket.reused == 64
+    row.move(192)  # it computes 128 tokens itself, and finds them in the cache when it comes back
+    row.leave()
+    row.enter([5, 6, 7, 8, 9, 10], 192)
+    assert row.ticket.reused == 64
+
+
+def test_a_request_that_returns_asks_for_the_pages_of_its_answer_too(model):
+    row = first_step(model, Request(prompt=prompt(300), max_new_tokens=100))
+    assert row.need(page=32) == 11
+    row.ticket.chosen = 80
+    assert row.need(page=32) == 13
+
+
+def test_a_page_that_is_not_finite_never_reaches_the_disk(model, tmp_path):
+    paging, request = replace(PAGING, spill=tmp_path), Request(prompt=prompt(250), max_new_tokens=4)
+    engine = replace(model, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=paging)
+    expected = run(engine, request)[0].tokens
+    [lane] = engine.lanes.values()
+    _, second = lane.prefix.held()[1]
+    [part] = lane.pool.save([second])
+    lane.pool.restore([second], [jax.tree.map(lambda x: np.full_like(x, np.nan), part)])
+    engine.close()
+    again = replace(model, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=paging)
+    again.submit(request)
+    [end] = again.drain()
+    assert (end.reused_tokens, end.generation.tokens) == (0, expected)  # the first unit has two pages

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from tessera.core.mesh import keep, program, put
+from tessera.core.mesh import put
 from tessera.models.layers import Params
 from tessera.runtime.prompt_scores import prompt_tokens
 from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
@@ -131,21 +131,3 @@ def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: M
         for m in methods
     ]
     return len(jax.block_until_ready(done))
-
-
-@program()
-def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
-    """Return the array with one row replaced by the only row of `new`; steps in flight still read the old array."""
-    return keep(array.at[row].set(new[0]))
-
-
-@program()
-def take_rows(array: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return rows of an array; a number past the last row reads the last."""
-    return keep(array.at[rows].get(mode="clip"))
-
-
-@program()
-def set_rows(array: Array, new: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return the array with rows replaced; a number past the last row changes nothing."""
-    return keep(array.at[rows].set(new, mode="drop"))

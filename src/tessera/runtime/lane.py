@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from tessera.core.mesh import put
-from tessera.runtime.choosing import Pending, count_reads, fail, hand_out, pick, set_row, warm_choices
+from tessera.runtime.choosing import Pending, count_reads, fail, hand_out, pick, warm_choices
+from tessera.runtime.last_tokens import LastTokens
 from tessera.runtime.requests import Event, Held, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.step import Prefill, Session, require_room
@@ -47,7 +48,7 @@ class Lane:
         self._pending: deque[Pending] = deque()
         self._due = 0
         self._failed: list[Event] = []
-        self._token, self._seen = put(np.zeros(session.batch, np.int32), session.mesh), None
+        self._last = LastTokens(session.batch, session.config.vocab_size, session.mesh)
 
     @property
     def busy(self) -> bool:
@@ -107,15 +108,11 @@ class Lane:
         count += warm_choices(methods, self.session.batch, vocab_size, mesh)
         if not joins or self.session.batch == 1:
             return count
-        part, row = self.session.row(0), np.int32(0)
+        part = self.session.row(0)
         count += part.warm(decode=False) + warm_choices(methods, 1, vocab_size, mesh)
         self.session.put(0, part)
-        arrays = [np.zeros(self.session.batch, np.int32)]
-        if any(method.penalised for method in methods):
-            arrays.append(np.zeros((self.session.batch, vocab_size), bool))
-        placed = [(put(array, mesh), put(array[:1], mesh)) for array in arrays]
-        jax.block_until_ready([self.session.cache, *(set_row(array, part, row) for array, part in placed)])
-        return count + 2 + len(arrays)
+        jax.block_until_ready(self.session.cache)
+        return count + 2 + self._last.warm(methods)
 
     def _release(self) -> None:
         """Free the rows of requests that ended, except those of a prefill that still writes them."""
@@ -133,10 +130,10 @@ class Lane:
         flags = np.zeros(self.session.batch, bool)
         for ticket in alive:
             position[ticket.row], flags[ticket.row] = ticket.answer.prompt_tokens + ticket.chosen - 1, True
-        scores, reads = self.session.decode(self._token, position, flags)
+        scores, reads = self.session.decode(self._last.token, position, flags)
         joined = [ticket if ticket is not None and ticket.chosen else None for ticket in self.slots]
-        choice = pick(scores, self._seen, joined)
-        self._token, self._seen = choice.token, choice.seen
+        choice = pick(scores, self._last.seen, joined)
+        self._last.set(choice)
         self._note(choice, reads, [(ticket.row, ticket) for ticket in alive])
 
     def _join(self) -> None:
@@ -155,20 +152,13 @@ class Lane:
         seen = put(seen_tokens(prompts, self.session.config.vocab_size), self.session.mesh) if penalised else None
         choice = pick(run.scores(), seen, tickets)
         if run.session is self.session:
-            self._token, self._seen = choice.token, choice.seen
+            self._last.set(choice)
         else:
-            self._place(run.session, choice, tickets[0].row)
+            self.session.put(tickets[0].row, run.session)
+            self._last.place(tickets[0].row, choice.token, choice.seen)
         for ticket in tickets:
             self._kept[ticket.row] = ticket.request.prompt[: self.session.num_keys - 1]
         self._note(choice, run.reads, list(enumerate(tickets)))
-
-    def _place(self, part: Session, choice: Choice, row: int) -> None:
-        self.session.put(row, part)
-        self._token = set_row(self._token, choice.token, np.int32(row))
-        if choice.seen is not None:
-            shape = (self.session.batch, self.session.config.vocab_size)
-            seen = put(np.zeros(shape, bool), self.session.mesh) if self._seen is None else self._seen
-            self._seen = set_row(seen, choice.seen, np.int32(row))
 
     def _start(self) -> Joining | None:
         """Move requests from the queue to free rows: a whole batch if `together` is set, all rows are free and enough

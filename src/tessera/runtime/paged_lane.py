@@ -11,32 +11,23 @@ The scheduler decides which request gets a row, is prefilled next, or gives way 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
 from tessera.core.mesh import put
 from tessera.core.shapes import ceil_div
-from tessera.models.cache import Cache
 from tessera.models.pages import OutOfPages
-from tessera.runtime.choosing import (
-    Pending,
-    fail,
-    hand_out,
-    pick,
-    set_row,
-    set_rows,
-    take_rows,
-    warm_choices,
-)
+from tessera.runtime.choosing import Pending, fail, hand_out, pick, warm_choices
+from tessera.runtime.last_tokens import LastTokens
+from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Pool
 from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Choice, Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
 from tessera.runtime.stored import StoredPrefix
-from tessera.sparse.contract import Policy, Reads
+from tessera.sparse.contract import Policy
 
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
 """Seconds of a step before any is measured; `warm` measures them."""
@@ -45,43 +36,6 @@ STEP_S = 0.1
 STRETCH = 2.0
 """How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
 NO_ROOM = "the request alone needs more pages than the pool has besides the pinned ones"
-
-
-@dataclass(eq=False, kw_only=True)
-class Row:
-    """What the lane knows of one request, whether it waits or runs.
-
-    Attributes:
-        ticket: the request.
-        work: the request as the scheduler sees it.
-        hashes: hashes of the prompt's full pages.
-        pages: pages that hold the request's keys, in order of position; none while it waits.
-        shared: number of leading pages that are in the prefix cache; this request writes only later pages.
-        goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
-        saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
-        reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
-        entered: whether the request has been admitted before, so that `ticket.reused` is already set.
-    """
-
-    ticket: Ticket
-    work: Work
-    hashes: list[bytes]
-    pages: list[int] = field(default_factory=list)
-    shared: int = 0
-    goal: int = 0
-    saved: list[Cache] | None = None
-    reads: dict[int, Reads] = field(default_factory=dict)
-    entered: bool = False
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether positions must be prefilled before the next token can be decoded."""
-        return self.work.position < self.goal
-
-    @property
-    def num_keys(self) -> int:
-        """Keys after the next decode step."""
-        return self.ticket.answer.prompt_tokens + self.ticket.chosen
 
 
 class PagedLane:
@@ -110,7 +64,7 @@ class PagedLane:
         self._pending: deque[Pending] = deque()
         self._due = 0
         self._events: list[Event] = []
-        self._token, self._seen = put(np.zeros(slots, np.int32), pool.mesh), None
+        self._last = LastTokens(slots, pool.config.vocab_size, pool.mesh)
 
     @property
     def busy(self) -> bool:
@@ -160,21 +114,11 @@ class PagedLane:
 
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
         """Run every program of an empty lane once; return their number."""
-        methods, mesh, slots = tuple(methods), self.pool.mesh, len(self.slots)
-        count, vocab_size = self.pool.warm(), self.pool.config.vocab_size
+        methods, count = tuple(methods), self.pool.warm()
         self._measure()
         batches = tuple(dict.fromkeys((1, *self.pool.paging.batches)))
-        count += sum(warm_choices(methods, batch, vocab_size, mesh) for batch in batches)
-        arrays = [np.zeros(slots, np.int32)]
-        if any(method.penalised for method in methods):
-            arrays.append(np.zeros((slots, vocab_size), bool))
-        for array in arrays:
-            whole = put(array, mesh)
-            jax.block_until_ready(set_row(whole, put(array[:1], mesh), np.int32(0)))
-            for batch in self.pool.paging.batches:
-                rows = np.full(batch, slots, np.int32)
-                jax.block_until_ready(set_rows(whole, take_rows(whole, rows), rows))
-        return count + len(arrays) * (1 + 2 * len(self.pool.paging.batches))
+        count += sum(warm_choices(methods, batch, self.pool.config.vocab_size, self.pool.mesh) for batch in batches)
+        return count + self._last.warm(methods, self.pool.paging.batches)
 
     def _measure(self) -> None:
         """Time every program with few and with many keys, and fit the scheduler's costs to the times."""
@@ -212,9 +156,8 @@ class PagedLane:
             row = known[work.id]
             if not self._fits(row):
                 continue
-            matched = self.prefix.match(self._matchable(row))
-            need = ceil_div(row.ticket.answer.prompt_tokens, self.pool.paging.page) + 1 - len(matched)
-            if self._running and need > self.prefix.available:
+            matched = self.prefix.match(row.matchable(self.pool.paging.page, self.pool.paging.unit))
+            if self._running and row.need(self.pool.paging.page) - len(matched) > self.prefix.available:
                 self.prefix.pages.release(matched)
                 return  # nobody overtakes: the pages that come free next are this request's
             self._enter(row, free.pop(0), matched)
@@ -254,29 +197,14 @@ class PagedLane:
         self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten the prompt, or allow more pages")))
         return False
 
-    def _matchable(self, row: Row) -> list[bytes]:
-        """Return the hashes of the pages to seek in the prefix cache: whole units, without the prompt's last token."""
-        if row.saved is not None:
-            return row.hashes[: row.shared]
-        unit, scored = self.pool.paging.unit, row.ticket.request.prompt_logprobs is not None
-        whole = 0 if scored else (row.ticket.answer.prompt_tokens - 1) // unit * unit  # scores need every row
-        return row.hashes[: whole // self.pool.paging.page]
-
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
         self.waiting.remove(row.ticket)
-        self.slots[index], row.ticket.row, row.pages = row, index, matched
+        self.slots[index], row.ticket.row = row, index
         unit, page = self.pool.paging.unit, self.pool.paging.page
         usable = len(matched) * page // unit * unit
         self.prefix.pages.release(matched[usable // page :])
-        row.pages = matched[: usable // page]
-        row.work.position = row.ticket.position = usable
-        if row.saved is None:
-            row.shared, row.goal = len(row.pages), row.ticket.answer.prompt_tokens
-            row.ticket.reused = row.ticket.reused if row.entered else usable
-            row.entered = True
-            row.reads = {start: reads for start, reads in row.reads.items() if start < usable}
-            row.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
-        elif not row.prefilling:
+        row.enter(matched[: usable // page], usable)
+        if row.saved is not None and not row.prefilling:
             self._return(row)
 
     def _decode(self) -> None:
@@ -300,15 +228,12 @@ class PagedLane:
         batch = next(size for size in self.pool.paging.batches if size >= len(rows))
         index = np.full(batch, len(self.slots), np.int32)  # padding
         index[: len(rows)] = [row.ticket.row for row in rows]
-        scores, reads = self.pool.decode(
-            policy, take_rows(self._token, index), [row.num_keys - 1 for row in rows], [row.pages for row in rows]
-        )
         tickets = [*(row.ticket for row in rows), *[None] * (batch - len(rows))]
-        penalised = any(row.ticket.request.sampling.method.penalised for row in rows)
-        choice = pick(scores, take_rows(self._seen, index) if penalised else None, tickets)
-        self._token = set_rows(self._token, choice.token, index)
-        if choice.seen is not None:
-            self._seen = set_rows(self._seen, choice.seen, index)
+        token, seen = self._last.take(index, seen=any(row.ticket.request.sampling.method.penalised for row in rows))
+        positions = [row.num_keys - 1 for row in rows]
+        scores, reads = self.pool.decode(policy, token, positions, [row.pages for row in rows])
+        choice = pick(scores, seen, tickets)
+        self._last.update(index, choice)
         self._did[1].extend(row.num_keys for row in rows)
         self._note(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)])
         for row in rows:
@@ -340,7 +265,7 @@ class PagedLane:
             if row.ticket.request.prompt_logprobs is not None and row.saved is None:
                 row.ticket.scored[start] = self.pool.score(rows, following(prompt, start, size))
             self._did[0].append((start, size))
-            row.work.position = row.ticket.position = end
+            row.move(end)
             room -= size
             for index in range(start // page, (end - end % self.pool.paging.unit) // page):
                 self._publish(row, index)
@@ -356,18 +281,15 @@ class PagedLane:
 
     def _skip(self, row: Row) -> None:
         """Take over pages of the prompt that another request has computed meanwhile."""
-        page, start = self.pool.paging.page, row.work.position
-        wanted = self._matchable(row)[len(row.pages) :]
+        page, unit, start = self.pool.paging.page, self.pool.paging.unit, row.work.position
+        wanted = row.matchable(page, unit)[len(row.pages) :]
         if row.saved is not None or start != len(row.pages) * page or not wanted or wanted[0] not in self.prefix:
             return
         found = self.prefix.match(wanted)
-        usable = len(found) - len(found) % (self.pool.paging.unit // page)
+        usable = len(found) - len(found) % (unit // page)
         self.prefix.pages.release(found[usable:])
         if usable:
-            row.pages += found[:usable]
-            row.shared = len(row.pages)
-            row.work.position = row.ticket.position = row.shared * page
-            row.ticket.reused += usable * page
+            row.take_over(found[:usable], start + usable * page)
 
     def _publish(self, row: Row, index: int) -> None:
         """Offer a page of a whole unit of the prompt to later requests."""
@@ -383,17 +305,9 @@ class PagedLane:
         if ticket.request.sampling.method.penalised:
             seen = put(seen_tokens([ticket.request.prompt], vocab_size), mesh)
         choice = pick(self.pool.scores(last), seen, [ticket])
-        self._place(row, choice.token, choice.seen)
+        self._last.place(ticket.row, choice.token, choice.seen)
         self._note(choice, list(row.reads.values()), [(0, ticket)])
         row.reads = {}
-
-    def _place(self, row: Row, token: jax.Array, seen: jax.Array | None) -> None:
-        index = np.int32(row.ticket.row)
-        self._token = set_row(self._token, token, index)
-        if seen is not None:
-            if self._seen is None:
-                self._seen = put(np.zeros((len(self.slots), self.pool.config.vocab_size), bool), self.pool.mesh)
-            self._seen = set_row(self._seen, seen, index)
 
     def _grow(self, row: Row, num_keys: int) -> bool:
         """Give a request the pages for `num_keys` keys; return False if it gave way itself or failed."""
@@ -422,7 +336,7 @@ class PagedLane:
             self.waiting.appendleft(row.ticket)
         self.slots[row.ticket.row] = None
         self.prefix.pages.release(row.pages)
-        row.pages, row.work.position = [], 0
+        row.leave()
 
     def _return(self, row: Row) -> None:
         """Continue the answer of a request that had given way."""
@@ -435,7 +349,7 @@ class PagedLane:
         seen = None
         if ticket.request.sampling.method.penalised:
             seen = put(seen_tokens([[*ticket.request.prompt, *tokens]], self.pool.config.vocab_size), self.pool.mesh)
-        self._place(row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), seen)
+        self._last.place(ticket.row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), seen)
 
     def _note(self, choice: Choice, reads: Sequence, rows: Sequence[tuple[int, Ticket]]) -> None:
         for _, ticket in rows:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 
 from tessera.models.pages import Pages
 from tessera.runtime.pool import Pool
@@ -51,5 +52,8 @@ class StoredPrefix(Prefix):
             self._store(name, page)
 
     def _store(self, name: bytes, page: int) -> None:
-        if not self.spill.has(name):
-            self.spill.save(name, jax.tree.leaves(self.pool.save([page])))
+        if self.spill.has(name):
+            return
+        arrays = jax.tree.leaves(self.pool.save([page]))
+        if all(np.isfinite(array).all() for array in arrays):  # a restart must not meet a bad page again
+            self.spill.save(name, arrays)

@@ -1,0 +1,85 @@
+"""One request of a lane on pages: which pages it has, and how far it is."""
+
+from dataclasses import dataclass, field
+
+from tessera.core.shapes import ceil_div
+from tessera.models.cache import Cache
+from tessera.runtime.requests import Ticket
+from tessera.runtime.scheduler import Work
+from tessera.sparse.contract import Reads
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """What a lane knows of one request, whether it waits or runs.
+
+    Attributes:
+        ticket: the request.
+        work: the request as the scheduler sees it.
+        hashes: hashes of the prompt's full pages.
+        pages: pages that hold the request's keys, in order of position; none while it waits.
+        shared: number of leading pages that are in the prefix cache; this request writes only later pages.
+        goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
+        saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
+        reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
+        entered: whether the request has had pages before.
+    """
+
+    ticket: Ticket
+    work: Work
+    hashes: list[bytes]
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    goal: int = 0
+    saved: list[Cache] | None = None
+    reads: dict[int, Reads] = field(default_factory=dict)
+    entered: bool = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether positions must be prefilled before the next token can be decoded."""
+        return self.work.position < self.goal
+
+    @property
+    def num_keys(self) -> int:
+        """Keys after the next decode step."""
+        return self.ticket.answer.prompt_tokens + self.ticket.chosen
+
+    def need(self, page: int) -> int:
+        """Return the pages that the request should find before it gets a row: one more than its keys fill."""
+        return ceil_div(self.num_keys, page) + 1
+
+    def matchable(self, page: int, unit: int) -> list[bytes]:
+        """Return the hashes of the pages to seek in the prefix cache: whole units, without the prompt's last token."""
+        if self.saved is not None:
+            return self.hashes[: self.shared]
+        if self.ticket.request.prompt_logprobs is not None:
+            return []  # every row is needed for its scores
+        return self.hashes[: (self.ticket.answer.prompt_tokens - 1) // unit * unit // page]
+
+    def move(self, position: int) -> None:
+        """Note that the keys of all positions before `position` are in the pages."""
+        self.work.position = self.ticket.position = position
+
+    def enter(self, pages: list[int], position: int) -> None:
+        """Start with cached pages, which hold all positions before `position`."""
+        self.pages = pages
+        self.move(position)
+        if self.saved is None:
+            self.shared, self.goal = len(pages), self.ticket.answer.prompt_tokens
+            # What the request itself computed before it gave way is not reused.
+            self.ticket.reused = min(self.ticket.reused, position) if self.entered else position
+            self.entered = True
+            self.reads = {start: reads for start, reads in self.reads.items() if start < position}
+            self.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
+
+    def take_over(self, pages: list[int], position: int) -> None:
+        """Add cached pages that another request has computed, up to a later position."""
+        self.ticket.reused += position - self.work.position
+        self.pages = [*self.pages, *pages]
+        self.shared = len(self.pages)
+        self.move(position)
+
+    def leave(self) -> None:
+        """Give up all pages: the request waits again."""
+        self.pages, self.work.position = [], 0
