@@ -43,11 +43,11 @@ class LastTokens:
             self.seen = set_row(self.seen, seen, np.int32(row))
 
     def take(self, rows: Int32[np.ndarray, "B"], *, seen: bool) -> tuple[Int32[Array, "B"], Bool[Array, "B V"] | None]:
-        """Return some rows, with the tokens that they have seen if `seen`; a number past the last row is padding."""
+        """Return some rows, with the tokens that they have seen if `seen`; an index past the last row is padding."""
         return take_rows(self.token, rows), take_rows(self.seen, rows) if seen else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
-        """Replace some rows; a number past the last row is padding."""
+        """Replace some rows; an index past the last row is padding."""
         self.token = set_rows(self.token, choice.token, rows)
         if choice.seen is not None:
             self.seen = set_rows(self.seen, choice.seen, rows)
@@ -75,11 +75,11 @@ def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
 
 @program()
 def take_rows(array: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return rows of an array; a number past the last row reads the last."""
+    """Return rows of an array; an index past the last row reads the last."""
     return keep(array.at[rows].get(mode="clip"))
 
 
 @program()
 def set_rows(array: Array, new: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return the array with rows replaced; a number past the last row changes nothing."""
+    """Return the array with rows `rows` replaced by `new`; an index past the last row changes nothing."""
     return keep(array.at[rows].set(new, mode="drop"))

@@ -30,7 +30,7 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.1),
 )
 """Sampling parameters whose mixtures, one per batch, together need every sampling program."""
-SIZES = {"cpu": (64, 64, (512,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
+SIZES = {"cpu": (64, 64, (256,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
 """By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
 SHARE = {True: 0.25, False: 0.8}
 """Share of the free memory that a pool takes, on a CPU, whose memory others use too, and elsewhere."""

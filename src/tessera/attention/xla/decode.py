@@ -42,8 +42,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_AT_ONCE, LEAST_BLOCK = 512, 128
 """Most and fewest keys per block of `at_once`. Larger blocks mask more keys at the ends of the visible range; smaller
 blocks give more partial results to add."""
-BLOCK_BYTES = 1 << 20
-"""Bytes of the keys and values in a block of paged keys, of all sequences; it has at least LEAST_BLOCK keys."""
+BLOCK_BYTES, LEAST_PAGED = 3 << 18, 64
+"""Maximum bytes of the keys and values in a block of paged keys, of all sequences; but it has at least LEAST_PAGED keys
+per sequence. Larger blocks leave a core's cache before they are multiplied, and read more keys that are masked."""
 MOST_SCORE_BYTES = 32 << 20
 """Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
 
@@ -69,7 +70,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     if not shapes.paged:
         return Config(block_s=1024)
     position = 2 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
-    return Config(block_s=max(LEAST_BLOCK, min(1024, 1 << (BLOCK_BYTES // position).bit_length() - 1)))
+    return Config(block_s=max(LEAST_PAGED, min(1024, 1 << (BLOCK_BYTES // position).bit_length() - 1)))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:

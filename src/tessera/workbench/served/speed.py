@@ -25,7 +25,7 @@ LOAD = 0.7
 """Share of the measured throughput at which latencies are measured."""
 STREAMS, STREAM_TOKENS = 8, 256
 """Streams beside which a long prompt is prefilled, and the tokens of each."""
-CHUNK = 512
+CHUNK = 256
 """Rows of a server's largest prefill step on a CPU."""
 OTHERS, GREEDY = 3, 10
 """Tenants beside the greedy one, and how many times their load it sends."""
