@@ -44,7 +44,7 @@ PAGES = (
     "docs/answers.md",
     "docs/speed.md",
     "docs/runtime.md",
-    "docs/serving.md",
+    "docs/serving-figures.md",
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
