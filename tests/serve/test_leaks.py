@@ -32,4 +32,5 @@ def test_dropped_and_slowly_read_requests_leave_no_page_handle_or_program(tmp_pa
     finally:
         running.close()
     assert set(ends) <= {"stop", "length", "dropped"}, ends
-    assert ends["dropped"] > 5 and ends["stop"] + ends["length"] > 100, ends
+    assert ends["dropped"] > 5, ends
+    assert ends["stop"] + ends["length"] > 100, ends
