@@ -106,6 +106,8 @@ def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model, monkeypat
     assert 2 <= max(counts["running"] for counts in seen) <= 4  # two rows for each policy
     assert 2 < max(counts["waiting"] for counts in seen) <= 8
     assert running.metric("tessera:recompiles_total") == 0
+    assert running.metric("tessera:step_cost_seconds") > 0
+    assert running.metric("tessera:step_limit_seconds") > 0
     several = ask(running, prompts[:3], max_tokens=9)
     assert [choice.text for choice in several.choices] == expected[:3]
 

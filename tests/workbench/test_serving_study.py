@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from tessera.core import files
+from tessera.runtime.scheduler import LinearCosts
 from tessera.serve.load import Outcome
 from tessera.workbench.report.figures_served import figures
-from tessera.workbench.served import stand
+from tessera.workbench.served import simulated, stand
 from tessera.workbench.studies import serving
 from tessera.workbench.studies.serving import CASES, Case, Goal, grouped, record, study
 
@@ -30,6 +31,17 @@ def test_times_are_of_texts_and_tokens_of_usage():
     assert stand.gaps_s(outcomes) == [0.5, 1.5]
     with pytest.raises(ValueError, match="no request had the text"):
         stand.percentile([], 50)
+
+
+def test_a_simulated_request_takes_its_prefill_and_waits_for_those_before_it():
+    costs = LinearCosts(base=1e-3, row=1e-4, pair=0.0, answer=1e-3, key=0.0)
+    alone, apart = simulated.first_of(costs, 0.1, stand.MODELS["demo"], [0.0, 10.0])
+    assert [alone, apart] == pytest.approx([1e-3 + 256e-4] * 2)
+    first, second = simulated.first_of(costs, 0.1, stand.MODELS["demo"], [0.0, 0.001])
+    assert first == pytest.approx(alone)
+    assert second == pytest.approx(2 * alone + 1e-3 - 0.001)  # its own step also decodes the first one's row
+    five = simulated.Padded(costs=costs, batches=(1, 4, 16)).step_s([], [100] * 5)
+    assert five == pytest.approx(costs.step_s([], [100] * 16))
 
 
 def test_a_goal_is_met_at_its_bound():

@@ -28,6 +28,7 @@ from tessera.runtime.paged_lane import PagedLane
 from tessera.runtime.pool import Paging, Pool
 from tessera.runtime.requests import End, Event, Failure, Held, PoolState, Request, Ticket, Token, check_tokens
 from tessera.runtime.sampling import Method, Sampling
+from tessera.runtime.scheduler import Scheduler
 from tessera.runtime.step import Session, require_room
 from tessera.sparse.contract import Policy
 
@@ -104,6 +105,12 @@ class Engine:
         """How full the pool of pages is; None without pages, or before the first request."""
         lane = self.lanes.get(self.policy)
         return lane.state() if isinstance(lane, PagedLane) else None
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the pool of pages; None without pages, or before the first request."""
+        lane = self.lanes.get(self.policy)
+        return lane.scheduler if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
         """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""

@@ -104,12 +104,18 @@ class LinearCosts:
     def observed(
         self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, weight: float = 0.02
     ) -> Self:
-        """Return costs that follow a measured step: coefficients times (measured / predicted) ** weight.
+        """Return costs that follow a measured step: each coefficient times (measured / predicted) ** (weight * share).
 
-        The ratio is kept within 1/4 and 4, so that one stalled step changes little.
+        The share is the coefficient's part of the prediction, so a step without prefill leaves the costs of prefill as
+        they are. The ratio is kept within 1/4 and 4, so that one stalled step changes little.
         """
-        ratio = min(4.0, max(0.25, seconds / max(self.step_s(prefill, decode), 1e-9)))
-        return type(self)(**{each.name: getattr(self, each.name) * ratio**weight for each in fields(self)})
+        names = [each.name for each in fields(self)]
+        costs = [getattr(self, name) for name in names]
+        parts = [cost * amount for cost, amount in zip(costs, (1, *_amounts(prefill, decode)))]
+        whole = max(sum(parts), 1e-9)
+        ratio = min(4.0, max(0.25, seconds / whole))
+        changed = [cost * ratio ** (weight * part / whole) for cost, part in zip(costs, parts)]
+        return type(self)(**dict(zip(names, changed)))
 
 
 def _amounts(prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> tuple[float, float, float, float]:

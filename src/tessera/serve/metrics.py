@@ -1,8 +1,13 @@
 """Prometheus metrics, under vLLM's names where vLLM has one."""
 
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tessera.runtime.requests import End, Event, PoolState
+from tessera.runtime.scheduler import LinearCosts, Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 """Upper bounds of the histograms' buckets, seconds."""
@@ -31,6 +36,12 @@ class Metrics:
         )
         self._queries = Counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.", **with_registry)
         self._preempted = Counter("vllm:num_preemptions", "Requests that gave their pages to others.", **with_registry)
+        self._costs = Gauge(
+            "tessera:step_cost_seconds", "Predicted seconds of a step, by cause.", ["of"], **with_registry
+        )
+        self._limit = Gauge(
+            "tessera:step_limit_seconds", "Maximum predicted seconds of a decode step.", **with_registry
+        )
         self._density = Histogram(
             "tessera:keys_read_ratio", "Share of visible keys that a request read.", buckets=_tenths(), **with_registry
         )
@@ -49,6 +60,17 @@ class Metrics:
         self._kept.set(state.cached)
         self._preempted.inc(max(0, state.preempted - self._gave_way))  # a new engine counts from 0
         self._gave_way = state.preempted
+
+    def scheduler(self, find: Callable[[], Scheduler | None]) -> None:
+        """Report the step times that the scheduler predicts; `find` is called when the metrics are read."""
+
+        def value(name: str) -> float:
+            found = find()
+            return 0.0 if found is None else getattr(found.costs, name)
+
+        for each in fields(LinearCosts):
+            self._costs.labels(each.name).set_function(partial(value, each.name))
+        self._limit.set_function(lambda: 0.0 if (found := find()) is None else found.step_s)
 
     def token(self, *, first: bool, seconds: float) -> None:
         """Count one new token, `seconds` after the request or after the token before it."""

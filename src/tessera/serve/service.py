@@ -65,6 +65,7 @@ class Service:
 
     def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics):
         self._build, self._engine, self.metrics = build, build(), metrics
+        metrics.scheduler(lambda: self._engine.scheduler)
         self.room = (self._engine.slots or 1) + queue
         self._changed = threading.Condition()
         self._new: list[Job] = []

@@ -1,4 +1,5 @@
-"""The metrics of several replicas as one server's: counters, histograms and gauges are sums, shares are means."""
+"""The metrics of several replicas as one server's: counters, histograms and gauges are sums; shares and predicted step
+times are means."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-SHARE = "_perc"
-"""End of the names of gauges that are shares of a whole."""
+MEANS = ("_perc", "step_cost_seconds", "step_limit_seconds")
+"""Ends of the names of gauges whose mean counts, not their sum."""
 CREATED = "_created"
 """End of the names of times at which counters began; their sum means nothing."""
 
@@ -58,7 +59,7 @@ def _merged(texts: Sequence[str]) -> list[Metric]:
                 key = sample.name, tuple(sample.labels.items())
                 found[key] = found.get(key, 0.0) + sample.value
     for name, family in families.items():
-        part = len(texts) if name.endswith(SHARE) else 1
+        part = len(texts) if name.endswith(MEANS) else 1
         for (sample, labels), value in values[name].items():
             family.add_sample(sample, dict(labels), value / part)
     return list(families.values())

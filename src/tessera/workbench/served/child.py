@@ -72,10 +72,11 @@ class Server:
         """Open file handles of the process, sockets included."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def metric(self, name: str) -> float:
-        """Return a metric's value, summed over its labels."""
+    def metric(self, name: str, labels: str = "") -> float:
+        """Return a metric's value, summed over those of its labels that contain `labels`, such as 'of="row"'."""
         found = httpx2.get(f"{self.url}/metrics", headers=header(KEYS[0]), timeout=60).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in found if line.partition("{")[0].split()[0] == name)
+        chosen = (line for line in found if line.partition("{")[0].split()[0] == name and labels in line)
+        return sum(float(line.rpartition(" ")[2]) for line in chosen)
 
     def drive[T](self, talk: Callable[["Client"], Awaitable[T]]) -> T:
         """Run a conversation with the server and return its result."""

@@ -13,7 +13,6 @@ from tessera.core.shapes import ceil_div
 from tessera.models.pages import OutOfPages, Pages
 from tessera.runtime.prefix import Prefix
 from tessera.runtime.scheduler import Costs, Scheduler, Work
-from tessera.workbench.simulate.machine import UNIT
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
@@ -44,7 +43,7 @@ class Open:
 
 
 class Replica:
-    """A server of `slots` rows on a pool of `num_pages` pages.
+    """A server of `slots` rows on a pool of `num_pages` pages, each as long as the scheduler's unit.
 
     Attributes:
         now_s: end of the last step.
@@ -56,7 +55,7 @@ class Replica:
 
     def __init__(self, scheduler: Scheduler, num_pages: int, *, slots: int = 64, costs: Costs | None = None):
         self.scheduler, self.slots, self.costs = scheduler, slots, costs or scheduler.costs
-        self.num_pages = num_pages
+        self.num_pages, self.unit = num_pages, scheduler.unit
         self.now_s = self.busy_s = 0.0
         self.gaps: Counter[int] = Counter()
         self.ended: list[Open] = []
@@ -66,7 +65,7 @@ class Replica:
     def restart(self) -> list[Open]:
         """Lose all keys and open requests; return the requests, for another replica."""
         lost = [] if not hasattr(self, "waiting") else [*self.waiting.values(), *self.prefilling.values(), *self.rows]
-        self.prefix = Prefix(Pages(self.num_pages, UNIT), b"simulated")
+        self.prefix = Prefix(Pages(self.num_pages, self.unit), b"simulated")
         self.waiting: dict[int, Open] = {}
         self.prefilling: dict[int, Open] = {}
         self.rows: list[Open] = []
@@ -99,7 +98,7 @@ class Replica:
             works = [each.work for each in self.prefilling.values()]
             shares = self.scheduler.chunk(self.now_s, works, decode)
         keys = [work.prompt_tokens + work.generated for work in decode]
-        seconds = self.costs.step_s([(work.position, count * UNIT) for work, count in shares], keys)
+        seconds = self.costs.step_s([(work.position, count * self.unit) for work, count in shares], keys)
         steps = 1
         if not (self.prefilling or self.waiting):
             left = min(each.arrival.answer_tokens - each.work.generated for each in rows)
@@ -122,14 +121,14 @@ class Replica:
         for work in self.scheduler.admit(self.now_s, waiting, prefill):
             request = self.waiting[work.id]
             pages = self.prefix.match(request.hashes)
-            need = ceil_div(work.prompt_tokens + work.generated + 1, UNIT) - len(pages)
+            need = ceil_div(work.prompt_tokens + work.generated + 1, self.unit) - len(pages)
             try:
                 pages += self.prefix.allocate(need)
             except OutOfPages:
                 self.prefix.pages.release(pages)
                 return  # nobody overtakes: the pages that come free next are this request's
             request.pages, request.published = pages, len(pages) - need
-            work.position = request.published * UNIT
+            work.position = request.published * self.unit
             if request.cached_tokens is None:
                 request.cached_tokens = work.position
             self.prefilling[work.id] = self.waiting.pop(work.id)
@@ -139,10 +138,10 @@ class Replica:
 
     def _prefilled(self, request: Open, count: int) -> None:
         work = request.work
-        tokens = min(count * UNIT, work.prompt_tokens - work.position)
+        tokens = min(count * self.unit, work.prompt_tokens - work.position)
         work.position += tokens
         self.scheduler.served(work, tokens)
-        for index in range(request.published, min(work.position // UNIT, len(request.hashes))):
+        for index in range(request.published, min(work.position // self.unit, len(request.hashes))):
             parent = request.hashes[index - 1] if index else None
             request.pages[index] = self.prefix.publish(request.hashes[index], parent, request.pages[index])
             request.published = index + 1
@@ -166,7 +165,7 @@ class Replica:
             self.prefix.pages.release(request.pages[::-1])
             self.ended.append(request)
             return
-        while len(request.pages) * UNIT <= work.prompt_tokens + work.generated:
+        while len(request.pages) * self.unit <= work.prompt_tokens + work.generated:
             try:
                 request.pages += self.prefix.allocate(1)
             except OutOfPages:

@@ -17,7 +17,7 @@ import httpx2
 
 from tessera.core import files, hardware
 from tessera.workbench import campaign, evidence
-from tessera.workbench.served import faults, peer, speed
+from tessera.workbench.served import faults, peer, simulated, speed
 from tessera.workbench.served.stand import MODELS, Stand
 
 OP = "serving figure"
@@ -141,6 +141,14 @@ CASES: Mapping[str, Case] = {
         title="16 clients, against llama.cpp's server",
         goals={"of_llama_cpp": Goal("tokens/s over those of llama.cpp, same file", ">=", 1.0)},
         models=("smollm2",),
+    ),
+    "simulator": Case(
+        measure=simulated.simulator,
+        title="the simulator",
+        goals={
+            "error": Goal("simulated median time to first text against the real one, less one", "<=", 0.15),
+            "control": Goal("the same, steps that take half as long", ">=", 0.3),
+        },
     ),
 }
 
