@@ -377,7 +377,7 @@ def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Build the mesh of devices over which `load` splits a model of this config.
 
     Raises:
-        ValueError: the mesh cannot split this model, or there are too few devices.
+        ValueError: the mesh cannot split this model, or does not fit the devices that are present.
     """
     shape = parse(mesh, config.num_kv_heads)
     check(shape, split_sizes(config), jax.device_count(), jax.process_count(), config.window)

@@ -72,7 +72,7 @@ class RemoteChat(Turns):
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=limits)
 
     def connect(self, say: Callable[[str], Any]) -> None:
-        """Wait until the server is ready, then ask for its model's name. `say` prints the name and, before a wait, a remark.
+        """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
 
         Raises:
             ValueError: no server answers at the address, or it refuses the key.

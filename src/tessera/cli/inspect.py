@@ -50,7 +50,7 @@ class Inspect:
     tile: Literal[1, 16, 32, 64, 128] = 128
     """Keys per tile."""
     query_tile: int = 32
-    """Queries that share a selection."""
+    """Number of consecutive queries that read the same tiles."""
     fraction: float = 0.1
     """Share of the key tiles that a call with --role sparse reads."""
     window: Omittable[int] = None
@@ -64,7 +64,7 @@ class Inspect:
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: attention policy; kascade uses five anchor layers."""
     weights: Omittable[Weights] = None
-    """With --model: form of the matrices; floats if not given."""
+    """With --model: number format of the weight matrices; floats if not given."""
     cache: Omittable[Literal["int8"]] = None
     """With --model: type of the cached keys and values; that of the activations if not given."""
     kernel: Omittable[str] = None
@@ -158,7 +158,7 @@ class Inspect:
             raise ValueError(f"{said} can be used only with --model: name a model, or leave this out")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            raise ValueError(f"{said} cannot be used with --model: drop what describes a single call")
+            raise ValueError(f"{said} cannot be used with --model: these flags describe a single call")
         if self.picture is not None:
             check_picture(self.picture)
 
