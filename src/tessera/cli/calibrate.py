@@ -34,7 +34,8 @@ class Calibrate:
     max_kl: Omittable[float] = None
     """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Use the recipe of Kascade's paper, without a target: this many layers, the anchors, score all keys (the paper: 5 of 32)."""
+    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys (paper: 5 of
+    32)."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
@@ -49,7 +50,7 @@ class Calibrate:
     minimum: int = 128
     """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: the anchor's selection that a head uses: that of the most similar head ("remap"), that of the same
+    """With --anchors: the anchor's selection that a head uses: that of the most similar head ("remap"), of the same
     head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
     crossover: Omittable[int] = None
     """Number of tokens below which a request runs dense; measured if not given."""

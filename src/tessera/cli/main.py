@@ -220,8 +220,8 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo. Return 1 if Kascade kept no more of dense's answers than the control (the plan without far keys)
-        or, with the shipped model, if an answer of Kascade differs from dense's."""
+        """Run the demo. Return 1 if Kascade kept no more of dense's answers than the control (the plan without far
+        keys) or, with the shipped model, if an answer of Kascade differs from dense's."""
         from tessera.core.extras import require
 
         require("matplotlib", "report")
