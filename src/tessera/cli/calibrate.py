@@ -34,8 +34,8 @@ class Calibrate:
     max_kl: Omittable[float] = None
     """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys (paper: 5 of
-    32)."""
+    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys. The paper
+    takes 5 of 32."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32

@@ -83,7 +83,7 @@ class Inspect:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the result and return the exit code."""
+        """Compile the call, print the result and return the exit code."""
         self.check()
         if self.model is not None:
             return self.run_model()
@@ -163,7 +163,7 @@ class Inspect:
             check_picture(self.picture)
 
     def run_model(self) -> int:
-        """Print the result for a whole step and return the exit code."""
+        """Compile a whole step of --model, print the result and return the exit code."""
         from tessera.deviceless import model_inspection
 
         if self.chip == "h200":

@@ -218,7 +218,7 @@ class Planner:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusions:
-    """Compare several ways to compute each part of a layer, by times from the TPU compiler's schedules."""
+    """Compare several ways to compute each part of a layer, by their times in the TPU compiler's schedules."""
 
     out: Path = Path("build/tpu-fusions.jsonl")
     """File that stores finished parts, for resuming."""

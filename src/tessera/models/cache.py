@@ -152,7 +152,7 @@ def append(
     layer: tuple[Int32[Array, ""], ...] = (),
     stripe: int | None = None,
 ) -> Float[Array, "*L B K S H"]:
-    """Write the keys or values of T new positions per sequence, from q_start on, into layer `layer` of a stacked cache.
+    """Write the keys or values of T new positions per sequence, from q_start on; `layer` selects a stacked layer.
 
     With `stripe`, devices of the mesh axis "context" hold the cache in stripes; `context.append` states the conditions.
     The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.

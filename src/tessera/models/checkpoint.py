@@ -121,8 +121,8 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
     """Return a model's config and the folder or file that holds it, without reading or downloading weights.
 
-    `name` is as in `resolve`, or a key of `catalogue.MODELS`, for which the path is None. For a hub id, only config.json
-    and generation_config.json are downloaded.
+    `name` is as in `resolve`, or a key of `catalogue.MODELS`, for which the path is None. For a hub id, only
+    config.json and generation_config.json are downloaded.
 
     Raises:
         ValueError: as `resolve` and `read_config`.
@@ -338,7 +338,7 @@ def files_digest(source: str | os.PathLike) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Raise ValueError if a name or shape does not fit the config. For GGUF, `read_gguf` has checked sizes and types."""
+    """Raise ValueError if names or shapes do not fit the config. For GGUF, `read_gguf` has checked sizes and types."""
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY

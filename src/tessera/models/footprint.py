@@ -65,7 +65,7 @@ CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Shape of a mesh: `heads` devices share the heads (and every axis in SPLIT_AXES), `context` devices a head's keys."""
+    """Shape of a mesh: `heads` devices share every axis in SPLIT_AXES, `context` devices the keys of each head."""
 
     heads: int = 1
     context: int = 1

@@ -72,7 +72,7 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
     """Return two indices for copying rows from a block to a part of a tensor: rows of the block, and rows of the part.
 
-    `where` holds the tensor's row numbers of the block; the part holds the tensor's rows `first` to `end`.
+    `where` numbers the block's rows as rows of the tensor; the part holds the tensor's rows `first` to `end`.
     """
     if isinstance(where, slice):
         start = max(where.start, first)
