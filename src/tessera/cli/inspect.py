@@ -170,7 +170,7 @@ class Inspect:
             raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
         if self.weights == "gguf":
             raise ValueError(
-                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another form"
+                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another type"
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}

@@ -45,7 +45,7 @@ class Serve:
     api_key_file: Omittable[Path] = None
     """File with the accepted API keys, one per line."""
     name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
-    """Name of the model in the API; the model's own if not given."""
+    """Name of the model in the API; the name of its file or folder if not given."""
     context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
