@@ -110,7 +110,7 @@ class Chat(Turns):
         return self.model.tokenizer.encode_chat(messages, parse_special=self.parse_special)
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
-        """Drop the oldest turns until prompt and answer fit the context; return messages, tokens, count of drops."""
+        """Drop oldest turns until prompt and answer fit the context; return messages, tokens and number of drops."""
         limit, kept, dropped = self.model.config.max_positions, len(opening(self.system)), 0
         room = min(self.max_new_tokens, limit // 4)
         while True:
