@@ -1,4 +1,4 @@
-"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, also in imports."""
+"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, even in imports."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 def run() -> int:
     """Run the command line and return its exit code: 130 after Ctrl-C, 141 if standard output is a closed pipe.
 
-    141 is 128 + SIGPIPE, the exit code that a shell reports for a program that this signal ends.
+    141 is 128 + SIGPIPE, the exit code that a shell reports for a program killed by that signal.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `handled` takes over, Ctrl-C ends the process silently
@@ -50,7 +50,7 @@ def _answer() -> int:
 
 
 def _replace_closed_streams() -> bool:
-    """Open the null device for each standard stream that the caller has closed; return whether output was closed.
+    """Open the null device for each standard stream that the caller has closed; return whether standard output was.
 
     Python sets such a stream to None. A file that is opened later would get the stream's file descriptor, and lines
     that libraries write to standard error would end up in that file.

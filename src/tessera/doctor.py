@@ -33,11 +33,11 @@ CALLS = (
     ("score", "decode", AttentionSpec(mass=True), 1, None),
     ("sparse", "decode", AttentionSpec(), 1, 13),
 )
-"""Attention calls of a model at 16,384 keys: role, phase, spec, query rows, selection capacity (None: no selection)."""
+"""Attention calls of a model at 16,384 keys: role, phase, spec, query rows, selected tiles (None: no selection)."""
 
 
 def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
-    """Return the report as plain data. Its `problems` lists what keeps Tessera from working, one sentence each.
+    """Return the report as plain data. Its `problems` are sentences, one per fault found.
 
     Args:
         plan: plan file to include in the report; None includes none.
@@ -132,9 +132,9 @@ def print_report(found: dict[str, Any]) -> None:
         reasons = "\n".join(f"{k['kernel']}: {k['reason']}" for k in refused)
         kernels.append((call["role"], call["phase"], call["dtype"], call["kernel"] or "none", reasons))
     table("Kernels, best first", ("role", "phase", "dtype", "runs", "why not the others"), kernels)
-    table("Shipped plans", ("plan", "what it promised and measured"), list(found["plans"].items()))
+    table("Shipped plans", ("plan", "promise and measured values"), list(found["plans"].items()))
     if "plan" in found:
-        table("Plan", ("file", "what it promised and measured"), [(found["plan"]["path"], found["plan"]["summary"])])
+        table("Plan", ("file", "promise and measured values"), [(found["plan"]["path"], found["plan"]["summary"])])
     caches = [(c["what"], c["path"], _size(c)) for c in found["caches"]]
     table("Caches", ("what", "folder", "size"), caches)
     console.print(f"pip check: {found['pip_check']}", markup=False, highlight=False)
@@ -191,7 +191,7 @@ def _plans(problems: list[str]) -> dict[str, Plan]:
 
 
 def _note(plan: Plan) -> str:
-    """Describe in a few words how much quality a plan keeps and what share of the keys it reads."""
+    """Describe in a few words how much quality a plan keeps and which share of the keys it reads."""
     if not plan.promise:
         return promise_line(plan)
     missed = "" if plan.promise["held"] else " (missed)"
@@ -199,7 +199,7 @@ def _note(plan: Plan) -> str:
 
 
 def _plan(path: Path, config: ModelConfig | None, problems: list[str]) -> dict[str, Any]:
-    """Describe what the plan in this file promised and measured; add a problem if the file cannot be used."""
+    """Describe the promise and measured values of the plan in this file; add a problem if the file cannot be used."""
     try:
         plan = Plan.load(path)
         if config is not None:

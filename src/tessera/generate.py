@@ -49,7 +49,7 @@ GGUF_PLAN_SUFFIX = ".plan.json"
 """Suffix of the file name of a GGUF file's default plan: x.plan.json next to x.gguf."""
 
 NEW_TOKENS = 128
-"""Default maximum of new tokens, if neither the caller nor generation_config.json sets one."""
+"""Maximum number of new tokens, if neither the caller nor generation_config.json sets one."""
 
 Prompt = str | Sequence[int]
 
@@ -74,7 +74,7 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
-        cache: dtype of cached keys and values: "int8", or None for the weights' dtype. `logits` caches nothing.
+        cache: dtype of cached keys and values: "int8", or None for the weights' dtype. `logits` uses no cache.
         weights: name of the quantised form of the matrices, as in `load`; None for floats.
     """
 
@@ -137,9 +137,9 @@ class Model:
         """Continue each prompt. A prompt's answer does not depend on the other prompts of the batch.
 
         An argument that is None takes its value from the model's generation_config.json, as in transformers. Without a
-        value there, generation takes the best token and stops after 128 tokens. Pass `tessera.runtime.sampling.GREEDY`
-        (**GREEDY) to take the best token whatever that file says. An error in one prompt discards all answers; the
-        `engine` reports errors per request.
+        value there, generation takes the best token and stops after 128 tokens. To take the best token whatever that
+        file says, pass `**tessera.runtime.sampling.GREEDY`. An error in one prompt discards all answers; the `engine`
+        reports errors per request.
 
         Args:
             prompts: texts or token lists; lengths may differ.
@@ -198,9 +198,9 @@ class Model:
         """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
 
         Args:
-            max_tokens: tokens of the longest request; None is the model's context.
+            max_tokens: tokens of the longest request; None for the model's context.
             batch: prompts per call; each batch size compiles separately.
-            progress: called with one line of text per step.
+            progress: called with a line of text for each cache size and policy.
             sampling: temperature, top_k, ... of later requests; only whether each is enabled matters, not its value.
 
         Returns:
@@ -254,12 +254,11 @@ class Model:
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def engine(self, **options: Any) -> Engine:
-        """Return an engine for this model and its policy; `options` are slots, num_keys, sizes, lag and together
-        of `Engine`."""
+        """Return an engine for this model and its policy; `options` are keyword arguments of `Engine`."""
         return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
-        """Allocate an empty cache for `batch` sequences of up to `num_keys` keys."""
+        """Return a session with an empty cache for `batch` sequences of up to `num_keys` keys."""
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
@@ -301,7 +300,7 @@ def load(
         weights: round the matrices as they are read: "int8", "int4" or "fp8" (one scale per output channel),
             "int4-g32", "int4-g64" or "int4-g128" (a scale per so many inputs), or "w8a8" (int8 that also rounds the
             activations of prefill); "gguf" keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. None keeps floats.
-        attention: "dense", "kascade", "window" or "oracle".
+        attention: "dense", "kascade", "window" or "oracle" (`sparse.policies.POLICIES`).
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
@@ -375,7 +374,11 @@ def require_weights(source: Path, config: ModelConfig, weights: str | None, on: 
 
 
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
-    """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
+    """Build the mesh of devices over which `load` splits a model of this config.
+
+    Raises:
+        ValueError: the mesh cannot split this model, or does not fit the devices that are present.
+    """
     shape = parse(mesh, config.num_kv_heads)
     check(shape, split_sizes(config), jax.device_count(), jax.process_count(), config.window)
     return build(shape)
@@ -396,7 +399,7 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return `plan`, loaded if it is a path. If it is None, load for kascade the plan that `locate_plan` finds."""
+    """Return `plan`, loaded if it is a path. If it is None and `attention` is "kascade", load `locate_plan`'s."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":

@@ -1,4 +1,4 @@
-"""A conversation with one model. The engine lives across turns, so a turn reuses keys that earlier prefills wrote.
+"""A conversation with one model. All turns use one engine, so a turn reuses keys that earlier prefills wrote.
 
 A turn gives the same result as a cold run of the whole conversation. It therefore prefills the previous answer again,
 and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, keys
@@ -23,7 +23,7 @@ from tessera.runtime.sampling import Sampling
 from tessera.sparse.promise import promise_note
 
 NEW_TOKENS = 256
-"""Default maximum of new tokens per answer, if neither the user nor generation_config.json sets one."""
+"""Maximum number of new tokens per answer, if neither the user nor generation_config.json sets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class Reply:
     """One turn's answer.
 
     Attributes:
-        generation: the answer and its statistics; its `density` counts only this turn's calls.
-        reused_tokens: prompt tokens whose keys and values were still in the cache.
-        dropped_turns: oldest turns (question and answer) dropped to stay within the context.
+        generation: the answer and its statistics; its `density` covers this turn only.
+        reused_tokens: number of prompt tokens whose keys and values were still in the cache.
+        dropped_turns: number of turns (question and answer), the oldest ones, dropped to stay within the context.
     """
 
     generation: Generation
@@ -72,7 +72,7 @@ class Chat(Turns):
         self._engine: Engine | None = None
 
     def clear(self) -> None:
-        """Delete all messages except the system message, and the keys of all."""
+        """Delete all messages except the system message; drop the cached keys of all messages."""
         super().clear()
         self._engine = None
 
@@ -83,7 +83,7 @@ class Chat(Turns):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the last of `messages`, a question; then replace the conversation with `messages` and the answer."""
+        """Answer the question that ends `messages`; keep `messages`, less dropped turns, and the answer."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = (self.seed + attempts) % 2**32
@@ -102,7 +102,7 @@ class Chat(Turns):
         return Reply(generation=end.generation, reused_tokens=end.reused_tokens, dropped_turns=dropped)
 
     def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages; raise ValueError if the chat template refuses them followed by another question."""
+        """Return the messages; raise ValueError if the chat template refuses another question after them."""
         self._render([*messages, {"role": "user", "content": "hello"}])
         return messages
 
@@ -110,7 +110,7 @@ class Chat(Turns):
         return self.model.tokenizer.encode_chat(messages, parse_special=self.parse_special)
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
-        """Drop the oldest turns until prompt and answer fit the context; return messages, tokens and turns dropped."""
+        """Drop oldest turns until prompt and answer fit the context; return messages, tokens and number of drops."""
         limit, kept, dropped = self.model.config.max_positions, len(opening(self.system)), 0
         room = min(self.max_new_tokens, limit // 4)
         while True:

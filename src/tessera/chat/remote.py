@@ -15,14 +15,14 @@ from tessera.core.escapes import escaped
 from tessera.generate import Interrupted
 
 WAIT_S = 1.0
-"""Seconds between two questions whether the server is ready."""
+"""Seconds between two checks whether the server is ready."""
 CONNECT_S, SILENT_S = 10.0, 600.0
-"""Seconds for a connection, and for the next byte of an answer: a long prompt is silent while the server reads it."""
+"""Maximum seconds to connect, and until the next byte arrives. While the server reads a long prompt, it sends none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteReply:
-    """One turn's answer, as far as the server reports it."""
+    """Token counts of one turn's answer, as far as the server reports them."""
 
     counts: Mapping[str, Any]
     dropped_turns: int = 0
@@ -72,7 +72,7 @@ class RemoteChat(Turns):
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=limits)
 
     def connect(self, say: Callable[[str], Any]) -> None:
-        """Wait until the server is ready, then ask for its model's name; `say` gets a remark if there is a wait.
+        """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
 
         Raises:
             ValueError: no server answers at the address, or it refuses the key.
@@ -81,7 +81,10 @@ class RemoteChat(Turns):
             waited = False
             while self._client.get("/ready").status_code == 503:  # a server without this route answers 404
                 if not waited:
-                    say(f"{self.url} is not ready: it loads its model, or shuts down. Waiting; Ctrl-C ends the wait.")
+                    say(
+                        f"{self.url} is not ready: it is loading its model or shutting down. "
+                        f"Waiting; Ctrl-C ends the wait."
+                    )
                 waited = True
                 with interrupt.at_once():
                     time.sleep(WAIT_S)
@@ -154,7 +157,7 @@ class RemoteChat(Turns):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of the connection into ValueError."""
+        """Raise errors of the connection as ValueError."""
         try:
             yield
         except httpx2.HTTPError as error:

@@ -20,11 +20,11 @@ FIELDS = MappingProxyType(
         "messages": items(MESSAGE, "messages with role and content"),
     }
 )
-"""Fields of a saved conversation, each with the rule for its value."""
+"""Fields of a saved conversation's file, each with the rule for its value."""
 
 
 class Reply(Protocol):
-    """One turn's answer: `dropped_turns` counts the oldest turns that were dropped to stay within the context."""
+    """One turn's answer. `dropped_turns` is the number of oldest turns that were dropped to stay within the context."""
 
     dropped_turns: int
 
@@ -36,11 +36,11 @@ class Turns(ABC):
     """A conversation; a subclass answers its questions.
 
     Attributes:
-        source: name of the model, which saved conversations carry.
+        source: name of the model; saved conversations contain it.
         messages: the system message, if any, then questions and answers in alternation.
         seed: seed of the first answer to each question.
-        note: what a user should know about every answer; "" for nothing.
-        draws: whether an answer to the same question may differ.
+        note: remark that a user should see with every answer; "" if there is none.
+        draws: whether two answers to the same question may differ.
     """
 
     note = ""
@@ -160,7 +160,7 @@ class Turns(ABC):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the last of `messages`, a question; then replace the conversation by `messages` and the answer."""
+        """Answer the question that ends `messages`; keep `messages` and the answer as the conversation."""
 
     def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the messages; raise ValueError if the model cannot continue them."""

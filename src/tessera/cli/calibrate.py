@@ -26,34 +26,36 @@ class Calibrate:
     """File to write the plan to. Without --plan, other commands look for plan.json in the model's folder, or for
     x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
-    """Do not search; measure this plan's promise and cross-over again, on this text and device."""
+    """File of an existing plan. Do not search; measure again, on this text and device, what the plan keeps and from how
+    many tokens it is faster than dense."""
     keep: Omittable[float] = None
     """Target: keep at least this share of the probability that dense attention gives the right next token, on held-out
     text and on facts planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
     max_kl: Omittable[float] = None
     """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Use Kascade's own recipe, which has no target, with this many layers that score all keys (the paper: 5 of 32)."""
+    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys. The paper
+    takes 5 of 32."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
-    """Queries that share a selection."""
+    """Number of consecutive queries that read the same tiles."""
     local: int = 64
     """Number of keys just before a query tile that are always read."""
     sinks: int = 16
     """Number of first keys of the sequence that are always read."""
     fraction: Omittable[float] = None
-    """With --anchors: share of the visible keys that the other layers read, besides local keys and sinks; 0.1 if not
-    given."""
+    """With --anchors: share of the visible keys that the layers other than anchors read, besides local keys and sinks;
+    0.1 if not given."""
     minimum: int = 128
     """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: which of the anchor's selections a head uses: that of the most similar head ("remap"), that of
-    the same head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
+    """With --anchors: the anchor's selection that a head uses: that of the most similar head ("remap"), of the same
+    head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
     crossover: Omittable[int] = None
-    """Requests of fewer tokens run dense; measured if not given."""
+    """Number of tokens below which a request runs dense; measured if not given."""
     max_tokens: int = 65536
-    """Maximum number of tokens of the text to use, spread evenly over it."""
+    """Maximum number of tokens to take from the text, spread evenly over it."""
     dtype: Dtype = "auto"
     """Dtype of the weights; auto is the checkpoint's own."""
     debug: bool = False
@@ -91,7 +93,7 @@ class Calibrate:
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":
-        """Measure the given plan's promise and cross-over on --text and this device."""
+        """Measure the plan's promise and cross-over again, on --text and this device."""
         from tessera.calibration.remeasure import measure_again
 
         return measure_again(model, plan, self.text, crossover=self.crossover, max_tokens=self.max_tokens)

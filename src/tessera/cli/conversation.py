@@ -25,7 +25,7 @@ COMMANDS = MappingProxyType(
         "/save FILE": "write the conversation to a file",
         "/load FILE": "continue a saved conversation",
         "/clear": "forget the conversation, but keep the system message",
-        "/exit": "leave, as at the end of the input",
+        "/exit": "leave the chat; the end of the input does so, too",
     }
 )
 """The commands that /help lists, with their help texts."""
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 def converse(chat: Turns, read_line: ReadLine, *, interactive: bool) -> bool:
-    """Answer messages and run commands until the input ends or /exit.
+    """Answer messages and run commands until /exit or the end of the input.
 
     Answers go to standard output; remarks and errors go to standard error.
 

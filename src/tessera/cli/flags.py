@@ -17,7 +17,7 @@ Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="")]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 Weights = Literal["int8", "int4", "int4-g32", "int4-g64", "int4-g128", "fp8", "w8a8", "gguf"]
-"""Names of core/quant.NAMES, listed here because importing that module would import JAX."""
+"""The names in `core.quant.NAMES`, repeated here because importing that module would import JAX."""
 
 SYSTEM = tyro.conf.arg(aliases=("-sys", "--system-prompt"))
 MODEL = tyro.conf.arg(aliases=("-m",))

@@ -50,7 +50,7 @@ class Inspect:
     tile: Literal[1, 16, 32, 64, 128] = 128
     """Keys per tile."""
     query_tile: int = 32
-    """Queries that share a selection."""
+    """Number of consecutive queries that read the same tiles."""
     fraction: float = 0.1
     """Share of the key tiles that a call with --role sparse reads."""
     window: Omittable[int] = None
@@ -64,7 +64,7 @@ class Inspect:
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: attention policy; kascade uses five anchor layers."""
     weights: Omittable[Weights] = None
-    """With --model: form of the matrices; floats if not given."""
+    """With --model: number format of the weight matrices; floats if not given."""
     cache: Omittable[Literal["int8"]] = None
     """With --model: type of the cached keys and values; that of the activations if not given."""
     kernel: Omittable[str] = None
@@ -83,7 +83,7 @@ class Inspect:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the result and return the exit code."""
+        """Compile the call, print the result and return the exit code."""
         self.check()
         if self.model is not None:
             return self.run_model()
@@ -158,19 +158,19 @@ class Inspect:
             raise ValueError(f"{said} can be used only with --model: name a model, or leave this out")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            raise ValueError(f"{said} cannot be used with --model: drop what describes a single call")
+            raise ValueError(f"{said} cannot be used with --model: these flags describe a single call")
         if self.picture is not None:
             check_picture(self.picture)
 
     def run_model(self) -> int:
-        """Print the result for a whole step and return the exit code."""
+        """Compile a whole step of --model, print the result and return the exit code."""
         from tessera.deviceless import model_inspection
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
         if self.weights == "gguf":
             raise ValueError(
-                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another form"
+                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another type"
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}

@@ -47,7 +47,8 @@ class ModelFlags:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     attention: Attention = "dense"
-    """Attention policy."""
+    """Attention policy. "dense" reads all keys, "kascade" the tiles that its plan selects. For comparison: "window"
+    reads the first and the last keys, "oracle" the tiles that exact scores rank best."""
     plan: Omittable[Path] = None
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Dtype = "auto"
@@ -97,7 +98,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
     stats: bool = False
-    """Also print, on standard error, tokens, rates and shares of the device's peak rates, measured first on a CPU."""
+    """Also print, on standard error, token counts, rates, and shares of the device's peak rates; a CPU's are measured
+    after the answers."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
@@ -158,7 +160,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         return [parse_tokens(text) for text in texts] if self.tokens else texts
 
     def show(self, results) -> None:
-        """Print all answers as JSON lines or as plain text, each under a heading if there are several."""
+        """Print all answers as JSON lines, or as plain text with a heading above each if there are several."""
         for index, result in enumerate(results):
             if self.json:
                 # JSON has no NaN: a rate over fewer than two tokens is null
@@ -218,8 +220,8 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo. Return 1 if Kascade kept no more answers than the control, or, with the shipped model, if any
-        answer differs from dense."""
+        """Run the demo. Return 1 if Kascade kept no more of dense's answers than the control (the plan without far
+        keys) or, with the shipped model, if an answer of Kascade differs from dense's."""
         from tessera.core.extras import require
 
         require("matplotlib", "report")
@@ -234,9 +236,9 @@ class Doctor:
     """Inspect this installation: versions, devices, which kernels run and why, caches, memory."""
 
     plan: Omittable[Path] = None
-    """Also report what this plan promised and measured."""
+    """Also report this plan's promise and measured values."""
     model: Annotated[Omittable[str], MODEL] = None
-    """Also report what the plan of this model promised and measured, if the plan fits the model."""
+    """Also report the promise and measured values of this model's plan; a plan that does not fit is a problem."""
     all: bool = False
     """Print every version, and why the other kernels do not run."""
     json: bool = False
@@ -256,7 +258,7 @@ class Doctor:
         return 1 if found["problems"] else 0
 
     def plan_of_model(self):
-        """Return the plan file of --model (or --plan) and the config that it must fit."""
+        """Return the plan file (--plan, else the one of --model) and the config of --model, which the plan must fit."""
         from tessera.generate import locate_plan, plan_path
         from tessera.models.checkpoint import read_config, resolve
 
@@ -381,7 +383,7 @@ def template_advice(model, prompts: list[str]) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print each line that is not empty on standard error."""
+    """Print the non-empty lines on standard error."""
     for line in filter(None, lines):
         print(line, file=sys.stderr)
 

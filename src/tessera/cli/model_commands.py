@@ -1,5 +1,5 @@
-"""Commands that obtain models: `fetch` downloads one, `convert` writes one as a Hugging Face folder. Also the default
-of --model."""
+"""Commands that obtain models: `fetch` downloads one, `convert` writes one as a Hugging Face folder. The module also
+provides the default of --model."""
 
 import sys
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a GGUF file, or any model that loads, as a Hugging Face folder with full-precision weights and its plan."""
+    """Write a GGUF file, or any model that loads, as a Hugging Face folder with float weights and its plan, if any."""
 
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
@@ -56,7 +56,7 @@ class Convert:
 
 
 def with_its_plan(model):
-    """Return the model with the plan stored with its weights, if any; if that plan does not fit, print why."""
+    """Return the model with the plan found for its weights, if any; drop a plan that does not fit, and print why."""
     from dataclasses import replace
 
     from tessera.generate import locate_plan

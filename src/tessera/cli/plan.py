@@ -26,15 +26,15 @@ class Plan:
     chip: Literal["v4", "v5e", "v5p", "v6e", "v7x", "h100", "h200"] = "v6e"
     """Chip; v7x counts each of its two cores as a device."""
     devices: int = 1
-    """Devices that share every layer."""
+    """Number of devices that share every layer."""
     batch: int = 1
-    """Sequences at a time."""
+    """Number of sequences computed together."""
     length: int = 8192
     """Tokens per sequence, prompt and answer."""
     chunk: Omittable[int] = None
-    """Rows of one prefill call per sequence; the engine's number if not given."""
+    """Prompt tokens per sequence in one prefill call; the engine's default if not given."""
     plan: Omittable[Path] = None
-    """Kascade plan file. If not given, the paper's recipe: an anchor per six or seven layers, a tenth of the keys."""
+    """Kascade plan file. If not given, the paper's recipe: one anchor in six or seven layers, a tenth of the keys."""
     weights: Several[Literal["bfloat16", Weights]] = ()
     """Types of the matrices to compare; all that the model can take if not given."""
     compile: bool = False

@@ -14,8 +14,7 @@ WORDS = ("weights, cache", "reads", "bound by")
 
 
 def print_answer(answer: Answer, model: str, checks=()) -> None:
-    """Print memory, times, the first choice, the bytes that devices send, and a line for each of `checks`
-    (`plan_check.Check`)."""
+    """Print tables of memory and times, notes, and a line for each of `checks` (`plan_check.Check`)."""
     console, q = Console(), answer.question
     parameters = num_parameters(q.config) / 1e9
     console.print(
@@ -92,13 +91,13 @@ def _notes(answer: Answer) -> list[str]:
     if answer.choice is not None and q.chip in DERIVED and q.config.head_dim != HEAD_DIM:
         doubt = "takes longer than predicted" if q.config.head_dim < HEAD_DIM else "may differ from the prediction"
         lines.append(
-            f"Attention counts at the share of peak of heads of {HEAD_DIM}: with heads of {q.config.head_dim}, prefill "
-            f"{doubt}."
+            f"The prediction assumes attention's share of the peak rate for heads of {HEAD_DIM} elements: with "
+            f"{q.config.head_dim}, prefill {doubt}."
         )
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
-        lines.append("The devices share no head, so each holds all weights.")
+        lines.append("The mesh does not split heads, so each device holds all weights.")
     if answer.sharing is not None:
         how = answer.sharing.explain(q.batch, min(q.chunk, q.length))
         lines.append(f"{how[0].upper()}{how[1:]}. The times assume that chunks are shared by heads.")
@@ -106,7 +105,7 @@ def _notes(answer: Answer) -> list[str]:
 
 
 def _refusals(answer: Answer) -> list[str]:
-    """Return a line per reason for which pairs are refused whatever the memory."""
+    """Return a line for each reason, other than memory, for which pairs of types are refused."""
     found: dict[str, list[Pair]] = {}
     for pair in answer.pairs:
         if pair.refused:

@@ -32,7 +32,11 @@ class ProcessFlags:
     """With --coordinator: seconds to wait for the other processes to start."""
 
     def check_processes(self):
-        """Return this process's place, or None if there is one process; raise ValueError if a flag is missing."""
+        """Return this process's place among the processes; None without --coordinator.
+
+        Raises:
+            ValueError: a flag is missing, or --wait-s is out of range.
+        """
         from tessera.core.processes import place
 
         if not 0 < self.wait_s <= MOST_WAIT_S:
@@ -55,7 +59,7 @@ class ProcessFlags:
 
 
 def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
-    """Connect to the other processes, call `run` in each, and return its exit code; see `core.processes.join`."""
+    """Connect to the other processes, call `run`, as each of them does, and return its exit code."""
     from tessera.core.processes import FAILED, join
 
     lifeline, status = join(place, facts, wait_s), FAILED

@@ -5,7 +5,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.text import Text
 
 LONG = 1024
-"""Prompt tokens, one prefill chunk. Only longer prompts show the bar, because one chunk gives no progress to show."""
+"""Prompt tokens in one prefill chunk. A prompt of one chunk gets no bar: there is no progress within a chunk."""
 PERIOD_S = 600.0
 """Seconds over which the rate is averaged. On a CPU, one chunk of a large model can take a minute."""
 

@@ -1,4 +1,4 @@
-"""`tessera chat --url`: a conversation with a server, and the API key that its users have in a file."""
+"""`tessera chat --url`: connect to a server, and read the API key from its file."""
 
 from collections.abc import Callable
 from contextlib import closing, contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
-"""Flags of a model that is loaded here, which a server's model has had since its start."""
+"""Flags for loading a model in this process. A server has loaded its model already, so --url refuses them."""
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def conversation(flags: Any, say: Callable[[str], Any]):
         say: prints a remark.
 
     Raises:
-        ValueError: a flag is of a model that is loaded here, or the server cannot be reached.
+        ValueError: a flag in HERE was given, or the server cannot be reached.
     """
     from tessera.core.extras import require
 
@@ -30,7 +30,7 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     for name in HERE:
         if getattr(flags, name) != usual[name]:
             flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
-            raise ValueError(f"{flag} is not for --url: the server has loaded its model; drop it")
+            raise ValueError(f"{flag} is not for --url, because the server has loaded its model already: drop it")
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens

@@ -22,7 +22,7 @@ BOUNDS = (
     ("replicas", 1, 1024),
     ("spill_gb", 0.001, 1e6),
 )
-"""Smallest and largest values of flags."""
+"""Flags, each with its smallest and largest value."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -45,7 +45,7 @@ class Serve:
     api_key_file: Omittable[Path] = None
     """File with the accepted API keys, one per line."""
     name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
-    """Name of the model in the API; the model's own if not given."""
+    """Name of the model in the API; the name of its file or folder if not given."""
     context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
@@ -53,15 +53,16 @@ class Serve:
     """Requests that are answered at the same time."""
     pages: Omittable[int] = None
     """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
-    most a quarter of the free memory on a CPU, and 80 % elsewhere."""
+    most a quarter of the free memory on a CPU, and 80 % of it on other devices."""
     pin: Omittable[tuple[Path, ...]] = None
     """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
     spill: Omittable[Path] = None
-    """Folder for pages of the prefix cache that leave the memory; they survive a restart."""
+    """Folder to which the prefix cache moves pages that memory has no room for; they survive a restart."""
     spill_gb: float = 8.0
-    """Size that the folder may reach, in GB."""
+    """Maximum size of the --spill folder, in GB."""
     exact: bool = False
-    """Give every request the same bits alone and in a crowd, by running one program each for prefill and decode."""
+    """Give a request the same answer, bit for bit, alone and together with others: run one program each for prefill and
+    decode."""
     queue: int = 64
     """Requests that may be open beyond --slots; more are refused with status 429."""
     dtype: flags.Dtype = "auto"

@@ -1,4 +1,4 @@
-"""The flags of `tessera simulate`. Heavy imports wait until it runs."""
+"""The flags of `tessera simulate`. Heavy modules are imported only when it runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,16 @@ class Simulate:
     machine: Several[Literal["v6e-8", "h200-8"]] = ()
     """Machines: two replicas of four v6e, four replicas of two H200; both if not given."""
     day_hours: float = 24.0
-    """Hours that the day takes; 0 leaves it out. A shorter day has the same rates, for less long."""
+    """Hours of the simulated day; 0 leaves the day out. A shorter day has the same request rates for a shorter time."""
     minutes: float = 20.0
-    """Minutes of constant load at each rate tried to find a capacity."""
+    """Minutes of constant load at each request rate that the search for the capacity tries."""
     out: Path = Path("evidence/simulate.jsonl")
     """File to append the records to."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Simulate every scenario and append a record each."""
+        """Simulate every scenario and append a record for each."""
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # the records only name this machine

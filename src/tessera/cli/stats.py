@@ -1,4 +1,4 @@
-"""Lines that `generate` prints after its answers; with --stats: tokens, rates and shares of the device's peak rates."""
+"""Lines that `generate` prints after its answers: their cost and, with --stats, shares of the device's peak rates."""
 
 import jax
 

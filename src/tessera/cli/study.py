@@ -30,19 +30,19 @@ class TpuSweep:
     list: bool = False
     """Print the cases that are left and exit."""
     report: bool = False
-    """Append one record to evidence/ for the cases that the newest commit in the file has compiled."""
+    """Append one record to evidence/ with the results of the newest commit in the file."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the cases that this commit has not compiled yet; return 1 if one fails."""
+        """Compile the cases that have no result of this commit yet; return 1 if one fails."""
         return _module("sweep").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuFigures:
-    """Predict the TPU kernels' times for their performance targets, and the times of Tokamax's kernel at its best block
-    sizes."""
+    """Predict the times of the TPU kernels, to compare with their performance targets, and of Tokamax's kernel at its
+    best block sizes."""
 
     chip: Chips = ()
     """Chips to compile for; all if not given."""
@@ -77,7 +77,7 @@ class TpuBlocks:
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half as many for a case that starts from another case's winner."""
+    """Maximum number of candidates per case; half as many for a case that starts from another case's winner."""
     first: Several[str] = ()
     """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
@@ -130,7 +130,7 @@ class GpuGates:
     kernel: str = ""
     """Run only kernels whose name contains this text."""
     keys: str = ""
-    """Run only cases whose keys are stored in this way: "int8", "pages"; all cases if empty."""
+    """Run only cases whose keys are stored in this way, "int8" or "pages"; all cases if empty."""
     out: Path = Path("build/gpu-gates.jsonl")
     """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
@@ -149,7 +149,7 @@ class GpuGates:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the cases that this commit has not compiled yet; return 1 if one fails a check."""
+        """Compile the cases that have no result of this commit yet; return 1 if one fails a check."""
         return _module("gpu_gates").study(self)
 
 
@@ -218,7 +218,7 @@ class Planner:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusions:
-    """Compare several ways to compute each part of a layer, by times from the TPU compiler's schedules."""
+    """Compare several ways to compute each part of a layer, by their times in the TPU compiler's schedules."""
 
     out: Path = Path("build/tpu-fusions.jsonl")
     """File that stores finished parts, for resuming."""
@@ -238,16 +238,16 @@ class Fusions:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Measure the real server against its goals: crowds, shared documents, fairness, leaks, kills (an hour)."""
+    """Measure the real server against its goals: many clients, shared documents, fairness, leaks, kills (an hour)."""
 
     model: Literal["demo", "smollm2"] = "demo"
     """The model to serve: the shipped one, or SmolLM2, whose server needs 5 GiB and minutes to start."""
     case: Several[str] = ()
     """Cases to run; all if not given."""
     seeds: int = 3
-    """Runs of each case that measures times."""
+    """Number of runs of each case that measures times."""
     share: float = 1.0
-    """Share of the requests to send; below 1 for a quick look, whose figures differ."""
+    """Share of the requests to send. A share below 1 is for a quick look: its figures are not those of a full run."""
     out: Path = Path("build/serving.jsonl")
     """File that stores finished runs, for resuming."""
     resume: bool = False
@@ -264,7 +264,8 @@ class Serving:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Compare memory and time of a decode and a training step by donation, recomputation and precision."""
+    """Compare the memory and time of a decode step and a training step with and without donation and recomputation, and
+    in several precisions."""
 
     out: Path = Path("build/step-memory.jsonl")
     """File that stores finished steps, for resuming."""
@@ -305,7 +306,7 @@ class Study:
 
 
 def _module(name: str):
-    """Import and return the study's module, only when the study runs, because jax is slow to import."""
+    """Import the study's module and return it. The import waits for the run, because it imports jax, which is slow."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # studies only compile, and libtpu without a chip prints warnings

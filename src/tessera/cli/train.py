@@ -1,4 +1,4 @@
-"""`tessera train`: recipes, your own text, a mesh of devices, several processes."""
+"""The `tessera train` command and its flags: recipe or own text, mesh of devices, several processes."""
 
 import hashlib
 from dataclasses import asdict, dataclass, replace
@@ -18,14 +18,15 @@ class Train(ProcessFlags):
     """Train a model by a recipe; a restart resumes from the newest checkpoint."""
 
     out: Path
-    """Folder for checkpoints, the loss curve and the model. Several processes must all see it."""
+    """Folder for checkpoints, the loss curve and the model. Several processes must share it."""
     recipe: Literal["demo", "tiny"] = "demo"
     """Recipe: "demo" trains the shipped model, "tiny" checks in seconds that everything runs."""
     mesh: Omittable[str] = None
     """Devices that share the work: data=8 (each holds all weights), shard=8 (each holds an eighth of weights, gradients
     and moments) or data=2,shard=4. If not given, data parallel on all devices."""
     accumulate: Omittable[int] = None
-    """Slices of each batch, which run one after another to bound memory; the recipe's own number if not given."""
+    """Number of slices into which each batch is cut; they run one after another to save memory. The recipe's own number
+    if not given."""
     save_every_s: float = 120.0
     """Seconds between checkpoints."""
     until: Omittable[int] = None

@@ -126,7 +126,7 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 
 def extra_words(words: Sequence[str], prog: str) -> str:
-    """Return the error for `words`, the words after a command that it does not take."""
+    """Return the error for `words`, the arguments that a command does not take."""
     return f"{prog} does not take {words[0]!r} there: put quotes around a text that has spaces {_listed(prog)}"
 
 

@@ -12,7 +12,7 @@ from tessera.cli.flags import MODEL, Omittable, Several, Weights
 from tessera.core.files import check_writable
 
 RECORDS = Path("evidence/records.jsonl")
-"""Path used to check that evidence/ is writable: without --out, a command appends to a file there."""
+"""Path for checking that evidence/ is writable: without --out, a command appends to a file there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,12 @@ class Bench:
     peer_python: Omittable[Path] = None
     """Interpreter of the environment with torch and transformers; .venv-peers/bin/python (make peers) if not given."""
     model: Annotated[Omittable[str], MODEL] = None
-    """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
+    """Folder, hub id or GGUF file of a model. Instead of a suite, time its prefill at several lengths, dense and with
+    its plan."""
     plan: Omittable[Path] = None
     """With --model: the model's plan; the one that comes with the weights if not given."""
     weights: Omittable[Weights] = None
-    """With --model: form of the matrices, as for generate."""
+    """With --model: number format of the weight matrices, as for generate."""
     gate: bool = False
     """Store no records; compare the results with the suite's stored ones for this device. Exit code 1 if a result is
     worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
@@ -133,7 +134,7 @@ class Tune:
     finalists: int = 3
     """Candidates in the final comparison, besides the default configuration."""
     rounds: int = 7
-    """Number of timed calls of each candidate in the final comparison and in the confirmation, taken in turns."""
+    """Number of timed calls of each candidate in the final comparison and the confirmation; candidates take turns."""
     limit_s: float = 300.0
     """Maximum seconds for one reply of a candidate's process, compilation included."""
     memory_gib: Omittable[float] = None
@@ -169,12 +170,12 @@ class Eval:
     rival: Several[Path] = ()
     """Further plans of the model, which the suites real and real-full compare with --plan."""
     weights: Omittable[Weights] = None
-    """Form of the matrices, as for generate; "real-weights" compares all forms instead."""
+    """Number format of the weight matrices, as for generate; "real-weights" compares all formats instead."""
     suite: Literal["demo", "study", "smoke", "cache", "real", "real-full", "real-weights"] = "demo"
     """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
     "cache" compares an int8 cache with a float one.
     "real" compares a plan with rivals that read as many keys, in a quarter of an hour; "real-full" does so at every
-    length, in hours. "real-weights" compares the forms of --weights with float weights, dense and under the plan."""
+    length, in hours. "real-weights" compares the formats of --weights with float weights, dense and under the plan."""
     text: Omittable[Path] = None
     """Text file or folder of text files, in which tasks are hidden and on which fidelity is measured; held-out library
     text if not given."""

@@ -1,9 +1,11 @@
-"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block.
+"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile of keys is one
+block of memory.
 
 An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. A
 scale that several positions shared would have to change, with their stored integers, when positions are added.
 
-A paged cache is a pool of pages [P,K,page,H] per layer and one table for all layers; `models.pages` hands out pages.
+A paged cache has a pool of P pages, [P,K,page,H], per layer and one page table for all layers; `models.pages` hands out
+the pages.
 """
 
 from collections.abc import Iterable
@@ -28,7 +30,7 @@ INT8_MAX = 127
 class Cache(NamedTuple):
     """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
 
-    With `pages`, the page table of all layers, k and v are pools [P,K,page,H] instead; see `KeyValues`.
+    With `pages`, the page table of all layers, k and v are pools of P pages, [P,K,page,H], instead; see `KeyValues`.
 
     `scales` holds [B,K,2,S] per layer, as a tuple or stacked like k and v: the scales of int8 keys (0) and values (1).
     It is None for a float cache.
@@ -50,7 +52,7 @@ class Cache(NamedTuple):
         return Cache(*(None if part is None else part[index] for part in self[:3]), pages=self.pages)
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
-        """Return what kernels read: this one-layer cache, or layer `at` of a stacked cache."""
+        """Return this one-layer cache, or layer `at` of a stacked cache, in the form that kernels read."""
         return KeyValues(self.k[at], self.v[at], self.pages, None if self.scales is None else self.scales[at])
 
     @property
@@ -102,7 +104,7 @@ def extend(
     """Write T new keys and values per sequence, from q_start on, as `append` does; an int8 cache quantises them first.
 
     Stored keys and values are neither read nor changed. `stripe` is for float caches only: see `append`. A paged cache
-    needs q_len, the numbers of rows that are not padding; see `append_pages`.
+    needs q_len, the number of rows per sequence that are not padding; see `append_pages`.
     """
     if cache.pages is not None:
         if q_len is None:
@@ -137,7 +139,7 @@ def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[A
 
 
 def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
-    """Inside a program, fix the cache's sharding on the mesh: split by KV heads and, with a stripe, by slots."""
+    """Inside a program, fix the cache's sharding on the mesh: split by KV heads and, with `stripe`, by positions."""
     stacked = not isinstance(cache.k, tuple)
     axes = *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots"
     return keep(cache._replace(pages=None), *axes)._replace(pages=keep(cache.pages))
@@ -150,7 +152,7 @@ def append(
     layer: tuple[Int32[Array, ""], ...] = (),
     stripe: int | None = None,
 ) -> Float[Array, "*L B K S H"]:
-    """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
+    """Write the keys or values of T new positions per sequence, from q_start on; `layer` selects a stacked layer.
 
     With `stripe`, devices of the mesh axis "context" hold the cache in stripes; `context.append` states the conditions.
     The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
@@ -173,8 +175,8 @@ def append_pages(
 
     Rows are written in runs of gcd(T, page) positions. q_start must be a multiple of that length: a single token may
     start anywhere, a chunk at a multiple of the smallest chunk. Rows from q_len on are padding. A run that holds
-    only padding goes to the null page, so a sequence of q_len = 0 keeps its pages. Other padding fills positions
-    without a token.
+    only padding goes to the null page, so a sequence of q_len = 0 keeps its pages unchanged. The padding in other runs
+    is written to positions that hold no token yet.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
     num_rows, page = k.shape[1], cache.page
@@ -186,7 +188,7 @@ def append_pages(
     where = ids.reshape(-1), (position % page).reshape(-1)
 
     def write(pool: Array, new: Array, axis: int) -> Array:
-        """Write new [B,K,...], whose `axis` counts rows, run by run."""
+        """Write `new` [B,K,...], whose `axis` counts rows, into the pool, run by run."""
         new = jnp.stack(jnp.split(new, len(first), axis=axis), axis=1).astype(pool.dtype)
         new = new.reshape(-1, *new.shape[2:])
 

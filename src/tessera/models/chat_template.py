@@ -15,7 +15,7 @@ from tessera.core.escapes import escaped
 WORKER = Path(__file__).with_name("template_worker.py")
 
 LIMIT_S = 10.0
-"""Maximum seconds of a rendering, plus one second per MILLION characters of the conversation. Templates take
+"""Maximum seconds for rendering a template, plus one per MILLION characters of the conversation. Templates take
 milliseconds, but on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
 MILLION = 1_000_000
 READY_S = 60.0
@@ -27,7 +27,7 @@ LONGEST_REASON = 300
 
 
 class Renderer:
-    """Worker process that renders templates. It starts at the first rendering and ends with this object or program."""
+    """Worker process that renders templates. It starts at the first rendering and ends when this object does."""
 
     def __init__(self):
         self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)

@@ -65,7 +65,7 @@ from tessera.models.weights import (
 )
 
 Tensor = tuple[jax.Array | Quantised, int | None]
-"""(array, None), or (stacked array, layer index) for one layer of it."""
+"""A weight: (its array, None), or (array of all layers, index of the layer)."""
 
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
@@ -79,7 +79,7 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
 
     A hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if the config is supported,
     the weights. With `config_only`, only the config files are downloaded. If a save of the folder was killed between
-    its two renames, `finish_swap` completes it first.
+    its two renames, `finish_swap` first completes the save.
 
     Raises:
         ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
@@ -119,10 +119,10 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
 
 
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
-    """Return a model's config, and the folder or file that holds it; reads no weights and downloads none.
+    """Return a model's config and the folder or file that holds it, without reading or downloading weights.
 
-    `name` is as in `resolve`, or a key of `catalogue.MODELS`, which has no file. For a hub id, only config.json and
-    generation_config.json are downloaded.
+    `name` is as in `resolve`, or a key of `catalogue.MODELS`, for which the path is None. For a hub id, only
+    config.json and generation_config.json are downloaded.
 
     Raises:
         ValueError: as `resolve` and `read_config`.
@@ -338,7 +338,7 @@ def files_digest(source: str | os.PathLike) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Raise ValueError unless names and shapes fit the config. `read_gguf` has checked sizes and types of GGUF."""
+    """Raise ValueError if names or shapes do not fit the config. For GGUF, `read_gguf` has checked sizes and types."""
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY

@@ -42,13 +42,13 @@ def forward(
         positions: positions of the new tokens; `positions.kv_len` counts the new tokens, too.
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
-        remat: recompute each layer in the backward pass instead of storing it.
+        remat: recompute each layer in the backward pass instead of storing its intermediate results.
         stripe: positions per stripe, if the devices of the mesh axis "context" hold the cache in stripes
             (`attention.context`); they then share the rows, too. None if the cache is in order of position.
-        spread: each device of the mesh axis "heads" computes a part of the rows with whole weights, gathered layer by
-            layer; attention and cache stay split by heads (`runtime.spread`).
-        gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that memory
-            holds the whole weights of only one layer at a time (`train.mesh`).
+        spread: let each device of the mesh axis "heads" compute a part of the rows with whole weights, gathered layer
+            by layer; attention and cache stay split by heads (`runtime.spread`).
+        gather: function that makes a layer's weights whole when the layer runs; the backward pass calls it again, so
+            that memory holds the whole weights of only one layer at a time (`train.mesh`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
@@ -108,7 +108,7 @@ def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: Mode
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are normed, for Qwen3, then rotated."""
+    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are normed (Qwen3), then rotated."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)
@@ -124,7 +124,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _traced_once(block, index, *arguments):
-    """Run a layer through the jitted `block`. It is traced once for all layers, because `index` is passed as an array.
+    """Run a layer through the jitted `block`. As `index` is passed as an array, `block` is traced once for all layers.
 
     If the programs are already compiled, tracing and lowering take most of the start-up time of a model of 30 layers.
     XLA inlines the calls, so the compiled program is the same.

@@ -190,7 +190,7 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
         generation: contents of generation_config.json; its eos_token_id takes precedence, as in transformers.
 
     Raises:
-        ValueError: a key is missing or not supported; the message names the first and its value.
+        ValueError: a key is missing or not supported; the message names the first such key and its value.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -228,7 +228,7 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
 
 
 def parse_rope(raw: Raw, max_positions: int) -> Rope:
-    """Read the rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
+    """Read the rotary embedding from the key `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
     Raises:
         ValueError: the kind or a parameter is not supported; the message names it.
@@ -349,7 +349,7 @@ def _check_layer_types(raw: Raw, window: int | None) -> None:
 
 
 def _given(raw: Raw, key: str, default: Any) -> Any:
-    """Return raw[key], or the default if that is missing or null."""
+    """Return raw[key], or the default if the key is missing or null."""
     return default if raw.get(key) is None else raw[key]
 
 

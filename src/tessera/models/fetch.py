@@ -30,7 +30,7 @@ BLOCK_BYTES = 1 << 20
 TIMEOUT_S, RETRIES = 15, 2
 """Seconds that pip waits for a response, and number of retries. Without a network, pip gives up in a few seconds."""
 CLEARING_TRIES = 50
-"""Attempts, 0.1 s apart, to remove an unfinished download that an orphaned pip still writes to."""
+"""Maximum attempts, 0.1 s apart, to remove an unfinished download that an orphaned pip still writes to."""
 PARTIAL = ".download-"
 """Prefix of the names of folders with unfinished downloads; only the process that holds the lock creates one."""
 
@@ -139,8 +139,8 @@ def _is_whole(target: Path, source: Source) -> bool:
 def _clear_stale(folder: Path) -> None:
     """Remove the unfinished downloads that killed processes left. The caller must hold the lock.
 
-    The pip process of a killed fetch may run on for a while and write into the folder. Removal is retried until pip
-    ends.
+    The pip process of a killed fetch may run on for a while and write into the folder, so removal is tried up to
+    CLEARING_TRIES times.
     """
     for stale in folder.glob(PARTIAL + "*"):
         for _ in range(CLEARING_TRIES):

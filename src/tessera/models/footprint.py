@@ -40,7 +40,7 @@ class Number:
 
     Attributes:
         bits: bits per element.
-        scale_bytes: in a cache, bytes of the scale of one key, or of one value, of one KV head.
+        scale_bytes: bytes of one scale in a cache, where each key and each value of a KV head has one.
     """
 
     bits: int
@@ -55,7 +55,7 @@ FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bf
 """Types of the arrays that no form of `core/quant.py` rounds: norms, biases, an untied embedding, activations."""
 
 WEIGHT_TYPES = (*FLOATS, *NAMES)
-"""Types of matrices: floats, and the forms of `core/quant.py`."""
+"""Names of the types of matrices: floats, and the forms of `core/quant.py`."""
 
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
     {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
@@ -65,7 +65,7 @@ CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Number of devices that share the heads (and every axis in SPLIT_AXES), and number that share each head's keys."""
+    """Shape of a mesh: `heads` devices share every axis in SPLIT_AXES, `context` devices the keys of each head."""
 
     heads: int = 1
     context: int = 1
@@ -141,11 +141,11 @@ class Types:
     """Number types: of matrices, of the cache, and of everything else.
 
     Attributes:
-        weights: a float type, for the layers' matrices only, or a form of `core/quant.py`, for the matrices to which
-            `weights.form_of` gives one.
+        weights: a float type for the layers' matrices, or a form of `core/quant.py` for the matrices to which
+            `weights.form_of` gives one; the other weights have the type `dtype`.
         cache: type of keys and values.
         dtype: type of everything else, activations included.
-        kinds: kind of values of each matrix that a GGUF file stores in blocks, by name; for weights = "gguf".
+        kinds: for weights = "gguf", `Quantised.kind` of each matrix that the GGUF file stores in blocks, by name.
     """
 
     weights: str = "bfloat16"
@@ -184,8 +184,8 @@ class Load:
 def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE) -> Footprint:
     """Compute the bytes on one device, by part.
 
-    Equations, with n = division.heads, c = division.context, F and V the MLP and vocabulary sizes, w, h and s the bytes
-    of an activation, of a key's element and of a key's scale:
+    Equations, with the letters of `core/shapes.py` (S = num_keys), n = division.heads, c = division.context, and w, h
+    and s the bytes of an activation, of a key's element and of a key's scale:
 
         weights      sum over all weights of `matrix_bytes` or float bytes; each axis that n splits is divided
         cache        2 L B K S (H h + s) / (n c)
@@ -223,7 +223,7 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Divis
 
 
 def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
-    """Return the bytes of a weight outside the layers on one device."""
+    """Return the bytes on one device of a weight that belongs to no layer."""
     return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 

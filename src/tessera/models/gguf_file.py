@@ -107,7 +107,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads little-endian values one after another; reading past the end of the file raises ValueError."""
+    """Reader of little-endian values, one after another; it raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file = file
@@ -225,7 +225,7 @@ def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarr
 def read_gguf_rows(
     name: str, tensor: GgufTensor, rows: range, columns: range
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-    """Yield blocks of a tensor's dequantised rows: which rows, and their values [rows, columns] as float32.
+    """Yield blocks of a tensor's dequantised rows: their row numbers, and their values [rows, columns] as float32.
 
     A vector has one column. Only the quantised blocks that hold the columns are dequantised. Where llama.cpp
     interleaved the rows of a head (rows 2 i and 2 i + 1 rotate together), the row numbers are those of Hugging Face's
@@ -246,7 +246,7 @@ def read_gguf_rows(
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
-    """Return int [count]: for each row of q or k in llama.cpp's order, the same row's index in Hugging Face's order."""
+    """Return int [count]: the index in Hugging Face's order of each row of q or k, listed in llama.cpp's order."""
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 

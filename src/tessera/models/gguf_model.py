@@ -28,7 +28,8 @@ class Architecture:
 
     Attributes:
         family: key of families.FAMILIES.
-        interleaved: whether rows of q and k are ordered (pair, half) instead of (half, pair).
+        interleaved: whether the two rows of q or k that rotate together are neighbours (rows 2 i and 2 i + 1 of a
+            head) instead of half a head apart (rows i and i + H / 2).
         qk_norm: whether q and k are normalised.
     """
 
@@ -151,7 +152,7 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 
 
 class _Metadata:
-    """Metadata of the file's architecture, each value checked as it is read.
+    """The metadata of a file's architecture; each value is checked when it is read.
 
     An argument `key` omits the architecture's prefix, as in "block_count" for "llama.block_count".
     """

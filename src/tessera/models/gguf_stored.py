@@ -32,7 +32,9 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
 def read_stored(
     name: str, tensor: GgufTensor, rows: range, columns: range
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Yield blocks of a matrix's rows: which rows, values int8 [M,n,32], scales float16 [M,n], zero points or None.
+    """Yield several rows of a matrix at a time, as stored: M rows, each in n blocks of 32 inputs.
+
+    A yielded tuple holds the row numbers, values int8 [M,n,32], scales float16 [M,n], and zero points [M,n] or None.
 
     Rows are numbered as by `read_gguf_rows`; the columns must be whole blocks of 32 inputs.
 
@@ -53,7 +55,7 @@ def read_stored(
 
 
 def _taken_apart(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the values, scales and zero points of `blocks`, which are uint8 [M,n,bytes]."""
+    """Return the values, scales and zero points of `blocks`, uint8 [M,n,bytes]; see `read_stored`."""
     count = 4 if kind == "uint4" else 2
     scale, *zero = np.moveaxis(np.ascontiguousarray(blocks[..., :count]).view("<f2"), -1, 0)
     body = blocks[..., count:]

@@ -181,7 +181,7 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """List pairs of pieces in merge order: by the score of the merged piece, as transformers orders them."""
+    """List pairs of pieces in merge order, as transformers does: the best score of the merged piece comes first."""
     pieces = {
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }

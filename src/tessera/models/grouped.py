@@ -1,8 +1,9 @@
 """The product with a matrix of 4-bit groups on a TPU, for many rows: the one product that XLA does not fuse well.
 
-    out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e],   g inputs per group
+    out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e]
 
-`values` are stored as [G,g,E], with d = group * g + place in the group.
+Here x is [M,D], W is [E,D], and the D inputs form G groups of g. `values` are stored as [G,g,E], with
+d = group * g + place in the group.
 
 XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because
 reading the weights takes longer; for many rows, they take longer than the product. This kernel turns a few groups of W
@@ -37,7 +38,7 @@ X_BYTES = 16 << 20
 VMEM_BYTES = 56 << 20
 """VMEM that the kernel may use; v5e and later chips have 64 MiB or more."""
 PACKED = 16
-"""Rows of a packed bfloat16 register."""
+"""Rows in one packed bfloat16 register."""
 
 
 class Blocks(NamedTuple):
@@ -49,8 +50,8 @@ class Blocks(NamedTuple):
 
 
 def wins(num_rows: int, weight: Quantised) -> bool:
-    """Return whether the kernel can compute this product and is the fastest way: for many rows, and for inputs and
-    outputs that fill whole registers. Under a mesh, which would not split the kernel, the answer is no."""
+    """Return whether the kernel can compute this product and beats XLA. It must have many rows, inputs and outputs that
+    fill whole registers, and no mesh, which would not split the kernel."""
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape
@@ -68,7 +69,7 @@ def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
 
 
 def executions(num_rows: int, inputs: int, outputs: int, group: int) -> Mapping[str, float]:
-    """Count runs of each named scope, and the bytes that the kernel moves ("hbm_bytes")."""
+    """Count how often each named scope of the kernel runs, and the bytes that the kernel moves ("hbm_bytes")."""
     block = cut(num_rows, inputs, outputs, group)
     across, down = outputs // block.outputs, ceil_div(num_rows, block.rows)
     weight_bytes = inputs * outputs / 2 + 4 * inputs // group * outputs
@@ -99,7 +100,7 @@ def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks)
 def product(x: Float[Array, "M D"], weight: Quantised, interpret: Any = False) -> Float[Array, "M E"]:
     """Return x W^T [M,E] in float32, for W [E,D] quantised in groups; x and W are rounded to bfloat16 first.
 
-    D and E must be multiples of 128. `wins` tells for which calls this is the fastest way.
+    D and E must be multiples of 128. `wins` tells for which calls this kernel beats XLA.
     """
     num_rows, inputs = x.shape
     groups, width, outputs = weight.values.shape

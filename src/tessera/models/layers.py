@@ -118,7 +118,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], fl
 
 
 def _llama3(freq: Array, rope: Rope) -> Array:
-    """Divide frequencies of long wavelengths by rope.factor, keep those of short ones, and interpolate in between."""
+    """Divide the frequencies of long wavelengths by rope.factor, keep the others, and interpolate in between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -179,8 +179,8 @@ def rotate_by_halves(x: Array, cos: Array, sin: Array) -> Array:
 def rotate_by_product(x: Array, cos: Array, sin: Array) -> Array:
     """Return x [cos, cos] + (x P) [-sin, sin], where P [H,H] swaps a head's halves.
 
-    The product of bfloat16 is exact, because each of its sums has one term that is not zero. One element that is not
-    finite makes its whole head NaN.
+    The product in bfloat16 is exact, because each of its sums has only one nonzero term. One element that is not finite
+    makes its whole head NaN.
     """
     shape, size = x.shape, x.shape[-1]
     if shape[0] == 1 or jax.sharding.get_abstract_mesh().size <= 1:

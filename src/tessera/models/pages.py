@@ -2,7 +2,7 @@
 
 A page is free, active (a sequence uses it) or cached (no sequence uses it, but its contents are kept). A new page has
 one owner, which writes it. `seal` ends the writing; only a sealed page can be shared, and when its last user releases
-it, it is cached until `share` or `evict`. `discard` breaks the seal of a page whose contents are bad. Page 0 is the
+it, it is cached until `share` or `evict`. `discard` removes the seal from a page whose contents are bad. Page 0 is the
 null page: it is in no list, rows without a sequence write to it, and tables are padded with it.
 
     free --allocate--> active --seal--> active, sealed <--share/release--> cached --evict--> free
@@ -118,7 +118,7 @@ class Pages:
             self._free.append(page)
 
     def discard(self, pages: Iterable[int]) -> None:
-        """Break the seal: each page cannot be shared from now on and becomes free when its last user releases it."""
+        """Remove the seal of pages: they can no longer be shared, and each becomes free once it has no user."""
         pages = self._all(pages, lambda page: self._sealed[page], "discard", "it is not sealed")
         self.evict(page for page in pages if page in self._cached)
         for page in pages:
@@ -130,7 +130,7 @@ class Pages:
         return page
 
     def _all(self, pages: Iterable[int], fits, verb: str, reason: str) -> list[int]:
-        """Return the pages as a list; raise ValueError, before anything changes, unless fits(page) holds for each."""
+        """Return the pages as a list; raise ValueError, before anything changes, if fits(page) is false for one."""
         pages = list(pages)
         for page in pages:
             if not fits(self._known(page)):

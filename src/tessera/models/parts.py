@@ -17,7 +17,7 @@ Rows = Iterator[tuple[slice | np.ndarray, np.ndarray]]
 """Iterator over blocks of a tensor: (row numbers as a slice or an array, their values [rows, columns])."""
 
 Reader = Callable[[str, Any, range, range], Rows]
-"""read(name, place in a file, rows, columns): yield that part of a tensor. A vector has one column."""
+"""Function read(name, place in a file, rows, columns) that yields this part of a tensor. A vector has one column."""
 
 Box = tuple[int, int, int, int]
 """Part of a tensor: (first row, end of rows, first column, end of columns)."""
@@ -70,9 +70,9 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return two indices that copy rows `first` to `end` of a tensor: their rows in a block, and in a part.
+    """Return two indices for copying rows from a block to a part of a tensor: rows of the block, and rows of the part.
 
-    `where` holds the row numbers of the block in the tensor; the part begins at row `first`.
+    `where` numbers the block's rows as rows of the tensor; the part holds the tensor's rows `first` to `end`.
     """
     if isinstance(where, slice):
         start = max(where.start, first)

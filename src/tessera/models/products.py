@@ -24,7 +24,7 @@ from tessera.models import grouped
 from tessera.models.thin import FEW_ROWS, thin
 
 ROUNDED_ROWS = 64
-"""Minimum rows at which w8a8 rounds activations. With fewer, reading the weights bounds even a float product."""
+"""Minimum rows at which w8a8 rounds activations. With fewer, a product takes no longer than reading the weights."""
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
@@ -62,7 +62,7 @@ def _num_rows(x: Array) -> int:
 
 
 def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T in the forms that XLA fuses on TPU and GPU."""
+    """Return x W^T on TPU and GPU, written so that XLA fuses the conversion of the values into the product."""
     if weight.group:
         return grouped_by_xla(x, weight)
     if weight.rounds_rows and _num_rows(x) >= ROUNDED_ROWS:
@@ -74,8 +74,8 @@ def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]
 def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
     """Return one product per part of the inputs, [parts,...,E].
 
-    The caller scales each product before the sum over devices. If it scaled the sum instead, XLA could not send the
-    products rounded to half the bytes.
+    The caller scales each product before the sum over devices. If it scaled the sum instead, XLA could not round the
+    products to half their bytes before devices send them.
     """
     if parts == 1:
         return _transposed(x, w, dtype)[None]
@@ -130,8 +130,8 @@ def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
     """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row; see `_by_part`.
 
-    Where devices share the inputs, they agree on the largest value of each row first, so that their integers are those
-    of one device.
+    Where devices share the inputs, they agree on the largest value of each row first, so that they round to the same
+    integers as one device.
     """
     num_rows = _num_rows(x)
     if (
@@ -162,7 +162,7 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int 
 
 
 def _integers(x: Array, w: Array) -> Array:
-    """Return x W^T of int8 in int32."""
+    """Return x W^T in int32, for x and W of int8."""
     if traced_head_parts() > 1 or _num_rows(x) > 2 * FEW_ROWS:
         return _transposed(x, w, jnp.int32)
     return thin(x.reshape(-1, x.shape[-1]), w, jnp.int32).reshape(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Which forms a checkpoint's matrices can be held in, on one device or shared by several."""
+"""Check in which forms (`core.quant`) a checkpoint's matrices can be held, on one device or shared by several."""
 
 import os
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ def stored_tensors(source: str | os.PathLike, config: ModelConfig) -> Mapping[st
 
 
 def stored_kinds(stored: Mapping[str, GgufTensor]) -> dict[str, str]:
-    """Return the kind of values of each matrix that `weights="gguf"` keeps as blocks, by name; `footprint` counts
-    their bytes."""
+    """Map the name of each matrix that `weights="gguf"` keeps in blocks to its `Quantised.kind`; `footprint` counts the
+    bytes."""
     return {name: KINDS[t.layout.name] for name, t in stored.items() if len(t.shape) == 2 and t.layout.name in KINDS}
 
 
 def check_forms(
     stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path, weights: str | None, heads: int = 1
 ) -> None:
-    """Raise ValueError, before a weight is read, unless every matrix can be held as `weights`, shared by `heads`
-    devices."""
+    """Raise ValueError if a matrix cannot be held in the form `weights` when `heads` devices share it. No weight is
+    read."""
     check_name(weights)
     if weights == STORED:
         _check_kept(stored, config, source, heads)
@@ -39,7 +39,7 @@ def check_forms(
 
 
 def check_split(config: ModelConfig, weights: str | None, heads: int = 1) -> None:
-    """Raise ValueError unless every matrix can be rounded to a form of core/quant.FORMS, shared by `heads` devices."""
+    """Raise ValueError if a matrix cannot be rounded to the form FORMS[weights] when `heads` devices share it."""
     for weight in (*layer_weights(config), *outer_weights(config)):
         if form := form_of(weight, config, weights):
             check_shape(weight.stored, shape_of(weight, config), form, input_parts(weight, heads))

@@ -41,9 +41,9 @@ class Sample:
     def take(
         self, where: slice | np.ndarray, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> None:
-        """Take the elements in these rows and columns of the matrix.
+        """Take the sample's elements in a block, which holds these rows and columns of the matrix.
 
-        pick(rows, columns) returns the elements at places counted from the start of the block.
+        pick(rows, columns) returns elements of the block by their places in it.
         """
         numbers = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         wanted = np.isin(self.rows, numbers) & (self.columns >= columns.start) & (self.columns < columns.stop)
@@ -169,14 +169,14 @@ def read_parts(
 def rounded_blocks(
     rows: Iterator[tuple[slice | np.ndarray, np.ndarray]], columns: range, form: Form, sample: Sample
 ) -> Iterator[Block]:
-    """Round rows as they are read."""
+    """Yield blocks of rows, rounded to `form` as they are read; `sample` takes its elements before rounding."""
     for where, values in rows:
         sample.take(where, columns, lambda rows, columns, values=values: values[rows, columns])
         yield Block(where, *round_rows(values, form))
 
 
 def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: Sample) -> Iterator[Block]:
-    """Read rows of a GGUF matrix as they are stored."""
+    """Yield blocks of rows of a GGUF matrix as they are stored; `sample` takes its elements, dequantised."""
     for block in map(Block._make, read_stored(name, tensor, rows, columns)):
 
         def pick(rows: np.ndarray, columns: np.ndarray, block: Block = block) -> np.ndarray:
@@ -197,7 +197,7 @@ def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[
 
 
 def whole_shape(where: NamedSharding, part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the array whose parts have this shape."""
+    """Return the shape of the whole array from its sharding `where` and the shape of one device's part."""
     counts = (1 if axis is None else where.mesh.shape[axis] for axis in (*where.spec, *(None for _ in part)))
     return tuple(size * count for size, count in zip(part, counts))
 

@@ -98,7 +98,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Locate every tensor of one file.
+    """Locate every tensor of one safetensors file.
 
     Raises:
         ValueError: the file is not safetensors or is cut short.
@@ -162,7 +162,7 @@ def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
 
 
 def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield blocks of a tensor's rows: which rows, and their values [rows, columns] in the file's dtype.
+    """Yield blocks of a tensor's rows: their row numbers, and their values [rows, columns] in the file's dtype.
 
     A vector has one column.
 
@@ -191,12 +191,12 @@ def write_file(
     arrays: Iterator[np.ndarray],
     about: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write one file.
+    """Write one safetensors file.
 
     Args:
         path: the file.
         specs: dtype and shape of each tensor by name.
-        arrays: yields the tensors in the same order.
+        arrays: the tensors, in the same order.
         about: further entries of the header's metadata.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()} | {np.dtype(np.int32): "I32"}

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from tessera.attention.parallel import traced_head_parts
 
 FEW_ROWS = 4
-"""Maximum rows of a product on CPU that takes no longer than reading the matrix."""
+"""Maximum number of rows for which a product on CPU takes no longer than reading the matrix."""
 BLOCKS = 4
 NARROW_ROWS = 8
-"""Rows to which operands below 32 bits are padded; eight take as long as one."""
+"""Minimum rows of an operand with elements below 32 bits, reached by padding; eight rows take as long as one."""
 
 
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:

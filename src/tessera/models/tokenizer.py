@@ -1,4 +1,4 @@
-"""Text to tokens and back: Hugging Face tokenizer folders, the byte tokenizer of the demo model, chat templates."""
+"""Turn text into tokens and back: tokenizers of Hugging Face folders and of the demo model (bytes), chat templates."""
 
 import json
 import os

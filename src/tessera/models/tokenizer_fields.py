@@ -55,7 +55,7 @@ MODEL_FIELDS = MappingProxyType(
             Rule("a list of pieces with scores", lambda value: items(PIECE, "pieces").fits(value) and bool(value)),
         ),
         "merges": maybe(LIST),
-        "dropout": Rule("null: it makes the tokens of a text random", lambda value: value in (None, 0)),
+        "dropout": Rule("null: dropout makes the tokens of a text random", lambda value: value in (None, 0)),
         **dict.fromkeys(("type", "unk_token"), maybe(TEXT)),
         **dict.fromkeys(("byte_fallback", "fuse_unk", "ignore_merges"), maybe(TRUTH)),
     }
@@ -74,7 +74,7 @@ SETTINGS = MappingProxyType(
 
 
 class LibraryErrors:
-    """Turn any error of the tokenizers library inside the block into a ValueError, Rust panics included."""
+    """Context manager that turns errors of the tokenizers library, Rust panics included, into ValueError."""
 
     def __init__(self, what: str):
         self.what = what
@@ -88,13 +88,13 @@ class LibraryErrors:
 
 
 def check_tokenizer(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the contents of tokenizer.json fit the rules in FIELDS and MODEL_FIELDS."""
+    """Raise ValueError if the contents of tokenizer.json break a rule in FIELDS or MODEL_FIELDS."""
     check_fields(raw, FIELDS, "tokenizer.json")
     check_fields(raw["model"], MODEL_FIELDS, "the model of tokenizer.json")
 
 
 def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the file's ids are right, for added tokens and for the tokens put around a text."""
+    """Raise ValueError if the file's id of an added token, or of a token put around texts, is not the backend's."""
     claims = [(token["content"], token["id"]) for token in raw.get("added_tokens") or ()]
     for entry in _templates(raw.get("post_processor") or {}):
         claims += zip(entry.get("tokens") or (), entry.get("ids") or ())

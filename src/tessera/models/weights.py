@@ -28,8 +28,8 @@ class Weight:
         gguf: llama.cpp's name; for a layer's weight, the part after "blk.N.".
         axes: names of the logical axes, [out, in] for a matrix; `sizes` gives their sizes, and meshes split along them.
         needs: ModelConfig flag that enables the weight; None if it always exists.
-        residual: whether its product is added to the residual stream; its initial values are then multiplied by
-            (2 L) ** -0.5.
+        residual: whether the matrix's product is added to the residual stream; the initial values are then multiplied
+            by (2 L) ** -0.5.
     """
 
     name: str
@@ -144,8 +144,9 @@ def abstract_params(
     stacked: bool = True,
     weights: str | None = None,
 ) -> Params:
-    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype, `weights` a form of
-    core/quant.FORMS."""
+    """Return the weights as shapes with their shardings on a mesh.
+
+    `dtype` None is config.dtype; `weights` names a form of `core.quant.FORMS`, or is None for floats."""
     dtype = jnp.dtype(dtype or config.dtype)
 
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, lead: tuple[int, ...]):
@@ -223,7 +224,8 @@ def input_parts(weight: Weight, heads: int) -> int:
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Initialise stacked weights: norms are one, biases zero, matrices normal with standard deviation n ** -0.5.
 
-    n is the matrix's input size. Models with a smaller deviation never learned to copy (LOG.md).
+    n is the matrix's input size; `Weight.residual` names an exception. Models with a smaller deviation never learned to
+    copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5
