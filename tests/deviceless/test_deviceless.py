@@ -308,7 +308,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
     assert (*result.intensities(), result.least_ms) == pytest.approx((560.4, 560.4, 1000.0), rel=1e-3)
     result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "roofline 50.0 % of peak; 560 flops per byte, from 560 the peak rate is the bound" in shown
+    assert "roofline 50.0 % of peak; 560 flops per byte; from 560 on, the peak rate is the limit" in shown
 
 
 @pytest.mark.parametrize("mesh", [2, pytest.param(1, marks=pytest.mark.exhaustive)])

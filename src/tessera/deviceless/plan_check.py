@@ -1,4 +1,4 @@
-"""Compare planned memory with the compiler's, for steps of a model compiled for a mesh that this machine lacks.
+"""Compare the memory that the planner expects with the compiler's, for steps of a model on a mesh not present here.
 
 The compiled steps run their layers under a scan, because unrolled layers compile for many minutes. A scan copies one
 layer's keys and values. On v7x it also copies the matrices of all layers, because the compiler changes their layout
@@ -73,7 +73,7 @@ class Check:
 
 
 def require_compiler(q: Question) -> None:
-    """Raise ValueError unless --compile supports the question's chip and devices."""
+    """Raise ValueError if --compile does not support the question's chip, or its number of devices."""
     if q.chip not in MESHES:
         raise ValueError(f"--compile knows {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
     if q.devices not in MESHES[q.chip]:

@@ -56,7 +56,10 @@ def parse(text: str) -> MeshShape:
 
 
 def check(shape: MeshShape, recipe: Recipe, num_devices: int, num_processes: int = 1) -> None:
-    """Raise ValueError unless this many devices, in all processes, can train a recipe on the mesh."""
+    """Raise ValueError if the mesh cannot split the recipe's model, share its batches, or fit the devices.
+
+    `num_devices` counts the devices of all processes.
+    """
     split = _split_sizes(recipe.config)
     count = shape.data * shape.shard
     for name, size in split.items():
@@ -163,7 +166,7 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes unless each sees process 0's folder, which checkpoints need."""
+    """Raise ValueError in all processes if one of them does not see process 0's folder: all write checkpoints there."""
     if jax.process_count() == 1:
         return
     mark = folder / f".shared.{os.getpid()}{TEMPORARY}"

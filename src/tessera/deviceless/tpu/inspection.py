@@ -67,7 +67,7 @@ class Inspection(inspection.Inspection):
             "spilled registers": f"{self.spill_slots:,.0f} slots a step",
         } if predicted else {"predicted": self.bound_by, **self.refused}  # fmt: skip
         return rows | {
-            "roofline": f"{reached}; {intensity:,.0f} flops per byte, from {ridge:,.0f} the peak rate is the bound",
+            "roofline": f"{reached}; {intensity:,.0f} flops per byte; from {ridge:,.0f} on, the peak rate is the limit",
             "main memory": f"{format_bytes(self.hbm_bytes)} held, {format_bytes(self.moved_bytes)} moved"
             + ("" if predicted else " at least"),
             "VMEM, SMEM": f"{format_bytes(self.vmem_bytes)}, {format_bytes(self.smem_bytes)}",

@@ -183,7 +183,7 @@ def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[st
 
 
 def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
-    """Return the name of the longest part of the time; if it is computing, that of the fullest unit.
+    """Return the name of the longest part of the time; if this is computing, the name of the core's fullest unit.
 
     If no unit is half full, the name is "latency", with the fullest unit in brackets.
     """
