@@ -25,7 +25,7 @@ CHARACTERS = 2048
 
 
 class Choice(Protocol):
-    """A replica, as far as its choice goes."""
+    """The fields of a replica on which its choice depends."""
 
     index: int
     open: int

@@ -113,7 +113,7 @@ class Service:
         return jobs
 
     def policy_of(self, request: Request) -> str:
-        """Name the policy under which a request's last row would run."""
+        """Return the name of the policy under which a request's last token would run."""
         return self._engine.policy_of(len(request.prompt) + request.max_new_tokens - 1).name
 
     def cancel(self, job: Job) -> None:

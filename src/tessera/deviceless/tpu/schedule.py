@@ -156,7 +156,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
 
 
 def _turns(text: str) -> int | None:
-    """Return the iterations of the grid's loop, the first loop before any scope; None if the dump does not give them."""
+    """Return the iterations of the grid's loop, the first loop before any scope; None if the dump gives none."""
     first = re.search(r"\bloop: start=[^\n]*", text.partition("TraceMeStart(")[0])
     found = first and re.search(r"start=(\d+), step=(\d+), limit=(\d+)", first[0])
     return -(-(int(found[3]) - int(found[1])) // int(found[2])) if found else None
