@@ -113,7 +113,7 @@ class Engine:
         return lane.scheduler if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
-        """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
+        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of its last row."""
         if self.paging is None:
             return self.policy.at_length(num_keys)
         return self.policy.at_position(num_keys - 1, self.paging.unit)
@@ -216,7 +216,9 @@ class Engine:
         return lane.hold(tokens)
 
     def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
-        """Compute a prefix, and keep its whole units for as long as the engine lives; return their positions.
+        """Compute a prefix, and keep its whole units (`Paging.unit`) for as long as the engine lives.
+
+        Return the number of positions that are kept.
 
         Raises:
             ValueError: the engine has no pages, or the prefix is empty or too long.
@@ -236,7 +238,7 @@ class Engine:
                 lane.close()
 
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
-        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
+        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; count the programs.
 
         Args:
             samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.

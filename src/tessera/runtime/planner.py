@@ -58,8 +58,13 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Every pair, the index of the first choice (None if nothing fits), and the sizes that decide how devices share a
-    prefill chunk (None if they split no heads)."""
+    """Result of `plan`.
+
+    Attributes:
+        pairs: every pair of weight and cache types, in order of preference.
+        first: index of the first pair that fits; None if none does.
+        sharing: sizes that decide how devices share a prefill chunk; None if they split no heads.
+    """
 
     question: Question
     division: Division
@@ -92,7 +97,7 @@ class Answer:
 
 
 def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None = None) -> Answer:
-    """Answer for every pair of weight and cache types.
+    """Predict memory and times for every pair of weight and cache types.
 
     Args:
         question: what is planned.
@@ -142,7 +147,7 @@ def fits(found: Footprint, usable_bytes: float) -> bool:
 
 
 def _pair(q: Question, types: Types, refused: str) -> Pair:
-    """Answer for one pair; `refused` says why the devices cannot share the model in this form, if they cannot."""
+    """Predict for one pair; `refused` says why the devices cannot share the model in this form, if they cannot."""
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
     if types.cache == "int8" and q.division.context > 1:

@@ -68,7 +68,7 @@ class Paging:
             raise ValueError(f"batches={self.batches} must be positive numbers that ascend")
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError unless a query tile of the policy never crosses the end of a prefill."""
+        """Raise ValueError if a prefill could end inside a query tile of the policy."""
         if self.unit % policy.query_tile:
             raise ValueError(f"unit={self.unit} must be a multiple of the policy's query tile {policy.query_tile}")
 
@@ -107,7 +107,7 @@ def read_page(cache: Cache, page: Int32[Array, ""]) -> Cache:
 
 @program(donate_argnames="cache")
 def write_page(cache: Cache, part: Cache, page: Int32[Array, ""]) -> Cache:
-    """Replace one page of a pool by what `read_page` returned."""
+    """Replace one page of a pool by a copy that `read_page` made."""
     new = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, page, x.ndim - 4), cache, part)
     return keep_split(new)
 
@@ -148,7 +148,7 @@ class Pool:
         )
 
     def salt(self) -> bytes:
-        """Digest everything besides its tokens that a page's contents depend on."""
+        """Return a digest of everything on which a page's contents depend, except its tokens."""
         return salt(
             weights=fingerprint(self.params, self.config),
             plan=repr(self.policy),
@@ -161,7 +161,7 @@ class Pool:
         )
 
     def policy_at(self, position: int) -> Policy:
-        """Return the policy of a row."""
+        """Return the policy of the row at a position."""
         return self.policy.at_position(position, self.paging.unit)
 
     @property
@@ -226,14 +226,14 @@ class Pool:
         return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
-        """Return work, as `Scheduler` counts it, whose times tell those of all other work."""
+        """Return pairs (prefill, decode) of work, in the form of `Costs.step_s`, to time for `LinearCosts.fit`."""
         last = self.width * self.paging.page
         prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
         decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
         return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
 
     def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the seconds of some work, done on the null page."""
+        """Run some work on the null page and return its seconds; arguments as in `Costs.step_s`."""
         began_s = time.perf_counter()
         for start, size in prefill:
             self.prefill([0] * size, start, [], size)
@@ -248,7 +248,7 @@ class Pool:
         return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
 
     def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
-        """Write what `save` returned to pages."""
+        """Write the copies that `save` returned to pages."""
         for page, part in zip(pages, saved, strict=True):
             self.cache = write_page(self.cache, part, np.int32(page))
 

@@ -13,8 +13,9 @@ request's life:
 Only pages that prefill wrote in full may be published: under a sparse policy decode writes other keys (12 to 54 % of
 their maximum apart, because it selects per token and prefill per query tile).
 
-Pages without a user stay cached in order of release, and the longest unused one goes first. A page goes only after the
-held pages that continue it, because `match` walks the chain from its start and could never reach those again.
+Pages without a user stay cached in order of release, and the longest unused one is evicted first. A page is evicted
+only after the held pages that continue it, because `match` walks the chain from its start and could not reach them
+without this page.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ def salt(
     kernels: Mapping[str, str],
     code: str,
 ) -> bytes:
-    """Return a digest of what a page's contents depend on besides its tokens. No part has a default.
+    """Return a digest of everything on which a page's contents depend, except its tokens. No argument has a default.
 
     Args:
         weights: fingerprint of the weights, in the form in which they are multiplied (quantised or not).
@@ -81,8 +82,8 @@ class Prefix:
     Args:
         pages: the pool.
         salt: result of `salt`.
-        on_evict: called with the hash and the page before a page is evicted, children before parents: copy its contents
-            now or never.
+        on_evict: called with the hash and the page before a page is evicted, children before parents. It is the last
+            chance to copy the contents.
 
     Attributes:
         query_tokens: tokens of all full pages looked for by `match`.
@@ -192,7 +193,7 @@ class Prefix:
         """Take pages that the caller owns and may write, evicting cached pages if too few are free.
 
         Raises:
-            OutOfPages: all free and evictable pages do not suffice; nothing changes.
+            OutOfPages: fewer pages are free or can be evicted; nothing changes.
         """
         short = count - len(self.pages.free)
         if short > 0:
@@ -230,7 +231,7 @@ class Prefix:
         return withdrawn
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Never evict these pages until as many calls of `unpin`. A page not held is pinned when it is published."""
+        """Never evict these pages until each `pin` has its `unpin`. A page not held is pinned when it is published."""
         for name in hashes:
             self._pins[name] += 1
             if name in self._held:
