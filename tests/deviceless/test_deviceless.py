@@ -285,7 +285,7 @@ def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path)
     out = result.json()
     assert out["refused"] == {"tpu_prefill_score": reason}
     assert out["predicted_ms"] is out["predicted_tflops"] is out["percent_of_peak"] is None
-    assert out["bound_by"] == "not predicted: no Pallas kernel in it"
+    assert out["bound_by"] == "not predicted: the call has no Pallas kernel"
     result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert reason in shown

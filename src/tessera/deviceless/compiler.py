@@ -57,7 +57,11 @@ class Process(Worker):
                 return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
             if end.status > 0 and not end.answered:  # a status below 0 is a signal: a compiler crash, which is a result
                 raise ValueError(f"the compiler did not start: {end.said}") from None
-            return {"compiled": False, "stage": "compile", "error": f"it died with status {end.status}: {end.said}"}
+            return {
+                "compiled": False,
+                "stage": "compile",
+                "error": f"the compiler died with status {end.status}: {end.said}",
+            }
 
 
 def worker(python: str | None = None) -> list[str]:
@@ -109,7 +113,9 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
     for kind, pattern, meaning, way_out in meanings:
         if re.search(pattern, text):
             return CompileError(kind, text, meaning, way_out)
-    return CompileError("program", text, "the program itself is wrong, on any chip", "read the compiler's message")
+    return CompileError(
+        "program", text, "the error is in the program, not in a limit of the chip", "read the compiler's message"
+    )
 
 
 def out_of_time(limit_s: float) -> CompileError:

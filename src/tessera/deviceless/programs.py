@@ -48,11 +48,15 @@ def check(
         ValueError: the kernel runs on another platform or refuses the call, or `config` does not fit the kernel.
     """
     if kernel.platform not in ("any", platform):
-        raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another")
+        raise ValueError(
+            f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another kernel"
+        )
     if not kernel.simulable:
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
-        raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name}")
+        raise ValueError(
+            f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name} instead"
+        )
     reason = kernel.refusal(spec, shapes, capability=capability)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")

@@ -290,7 +290,8 @@ class Engine:
                 failures.append(fail(left.pop(), error))
                 continue
             if policy != self.policy:
-                logger.info("%d tokens, below the cross-over: %s runs %s", longest, self.policy.name, policy.name)
+                names = policy.name, self.policy.name
+                logger.info("%d tokens are below the cross-over: attention is %s, not %s", longest, *names)
             break
         return failures
 

@@ -39,7 +39,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Shares of the peak rates; None where the peak or the time is unknown. Prefill includes compiling, if any."""
+    """Shares of the peak rates; None where the peak or the time is unknown. A prefill's time includes compiling."""
 
     prefill_mfu: float | None = None
     decode_mfu: float | None = None

@@ -151,7 +151,7 @@ def _pair(q: Question, types: Types, refused: str) -> Pair:
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
     if types.cache == "int8" and q.division.context > 1:
-        refused = "an int8 cache cannot be dealt over devices that share each head's keys: take a bfloat16 cache"
+        refused = "an int8 cache cannot be split over devices that share each head's keys: take a bfloat16 cache"
     good = not refused and fits(found, usable)
     return Pair(
         weights=types.weights,

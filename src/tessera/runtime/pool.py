@@ -136,7 +136,7 @@ class Pool:
         self.params, self.config, self.policy, self.paging = params, config, policy, paging
         self.mesh, self.dtype = mesh_of(params), str(params.embed.dtype)
         if num_stripes(self.mesh) > 1:
-            raise ValueError("pages cannot be dealt over the mesh axis context: use a mesh of heads only, like 4x1")
+            raise ValueError("pages cannot be split over the mesh axis context: use a mesh of heads only, like 4x1")
         self.width = ceil_div(round_up(context, paging.unit), paging.page)
         self.cache = allocate(
             self.mesh,
@@ -180,7 +180,7 @@ class Pool:
 
         Args:
             tokens: at most `size` tokens, which all run under one policy.
-            start: position of the first, a multiple of the unit.
+            start: position of the first token, a multiple of the unit.
             pages: pages of the sequence's positions, with room for the tokens.
             size: one of `paging.sizes`.
         """

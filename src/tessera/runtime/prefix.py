@@ -63,7 +63,7 @@ def salt(
     parts["kernels"] = dict(kernels)
     for name, value in parts.items():
         if value in ("", {}) or (value is None and name != "plan"):
-            raise ValueError(f"{name}={value!r} names nothing: the pages of two models could be taken for equal")
+            raise ValueError(f"{name}={value!r} names nothing: pages of two models could then have one hash")
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -174,7 +174,7 @@ class Prefix:
         if held and held.page == page:
             return page
         if not self.pages.writable(page):
-            raise ValueError(f"cannot publish {page=}: only a page with one user, published under no other hash, fits")
+            raise ValueError(f"cannot publish {page=}: it must have one user and no other hash")
         if held:
             self.pages.share([held.page])
             self.pages.release([page])
@@ -224,7 +224,7 @@ class Prefix:
         for page in pages:
             if page in self._hash:
                 gone = self._with_descendants(self._hash[page])
-                logger.warning("prefix cache: withdrew page %s and the %s that continue it", page, len(gone) - 1)
+                logger.warning("prefix cache: withdrew page %s and the %s pages that continue it", page, len(gone) - 1)
                 for name in reversed(gone):
                     self._withdraw(name)
                 withdrawn += gone

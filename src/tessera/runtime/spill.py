@@ -186,7 +186,7 @@ def _checksum(key: bytes, hash: bytes, body: bytes | memoryview) -> bytes:
 
 
 def _encode(arrays: Sequence[np.ndarray]) -> bytes:
-    """Return the length of the header, the header [[dtype, shape], ...] as JSON, and the arrays' bytes in C order."""
+    """Encode arrays: the length of the header, the header [[dtype, shape], ...] as JSON, and the bytes in C order."""
     for array in arrays:
         if array.dtype.hasobject or not array.dtype.isbuiltin:
             raise ValueError(

@@ -154,7 +154,7 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
         held = ", ".join(str(int(resources.get(kind, 0))) for resources in present)
         raise ValueError(
             f"--replicas {count} with {chips} chips each needs {count * chips} chips, but the machines have {held} "
-            f"{kind}s, room for {room}: name fewer --replicas, or a smaller --mesh"
+            f"{kind}s, enough for {room} replicas: name fewer --replicas, or a smaller --mesh"
         )
     return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
 

@@ -152,7 +152,7 @@ class CompletionBody(SamplingFields):
     def limit(self) -> int:
         """Maximum number of new tokens; with `echo`, it may be 0."""
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal(400, "max_tokens=0: must be at least 1; 0 needs echo=true", param="max_tokens")
+            raise Refusal(400, "max_tokens=0 must be at least 1, or come with echo=true", param="max_tokens")
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property

@@ -34,7 +34,7 @@ class Launcher(Protocol):
 
     Attributes:
         keys: API keys of clients; empty if every request is accepted. Replicas accept them too: each key is a tenant.
-        key: API key of the front.
+        key: API key that the front sends to replicas.
     """
 
     keys: tuple[str, ...]

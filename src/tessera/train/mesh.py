@@ -75,7 +75,7 @@ def check(shape: MeshShape, recipe: Recipe, num_devices: int, num_processes: int
                 f"that is a multiple of {count * stage.accumulate}, or fewer devices"
             )
     if count > num_devices:
-        raise ValueError(f"{shape} needs {count} devices, but JAX finds {num_devices}: use fewer")
+        raise ValueError(f"{shape} needs {count} devices, but JAX finds {num_devices}: name a smaller mesh")
     if num_processes > 1 and count < num_devices:
         raise ValueError(
             f"{shape} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: use "

@@ -26,7 +26,7 @@ def broken(report: sass.Report) -> list[str]:
     if any(report.spill_bytes) or report.stack_bytes:
         found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
     if report.local:
-        found.append(f"local memory is touched, {len(report.local)} times: {report.local[0]!r} is the first")
+        found.append(f"instructions that access local memory: {len(report.local)}, the first {report.local[0]!r}")
     if report.shared_bytes > SHARED_BYTES:
         found.append(f"{report.shared_bytes} bytes of shared memory, but a block has {SHARED_BYTES}")
     if "Performance Loss" in report.report:

@@ -13,7 +13,7 @@ from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
 
-NOT_PREDICTED = "not predicted: no Pallas kernel in it"
+NOT_PREDICTED = "not predicted: the call has no Pallas kernel"
 """`bound_by` of a call that only XLA computes: without a schedule, no time can be predicted."""
 
 
