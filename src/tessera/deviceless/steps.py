@@ -70,6 +70,7 @@ def model_step(
     cache: str | None = None,
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
+
     The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
     are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them. `weights` and
     `cache` are number types, as `load` takes them.

@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is neither complete nor failed nor cancelled."""
+        """Whether any request still needs tokens."""
         return any(ticket.open for ticket in self._tickets.values())
 
     @property
@@ -208,7 +208,7 @@ class Engine:
     def hold(self, tokens: Sequence[int]) -> Held:
         """Prefill a prefix, cut to whole chunks, under the engine's policy.
 
-        A request whose field `held` is the returned value starts after the prefix. The row that holds the prefix counts
+        A request that has the result in its field `held` starts after the prefix. The row that holds the prefix counts
         as free: a request with another prefix may take it, and `held` then saves nothing.
         """
         check_tokens(tokens, self.config, "the prefix")
@@ -241,7 +241,7 @@ class Engine:
         """Run once, on empty rows, every program that requests of up to `num_keys` keys use; count the programs.
 
         Args:
-            samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.
+            samplings: sampling parameters of later requests, in any mixture; only their optional steps matter.
             joins: also run the programs of requests that join while others decode.
             extras: also run those of requests with `bias`, `guide` or `top_logprobs`.
         """

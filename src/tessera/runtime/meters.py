@@ -110,7 +110,10 @@ def decode_bytes(
 
 
 def weight_bytes(params: Params) -> int:
-    """Return the bytes of the weights that a decode step reads: all but an untied embedding, whose one row is small."""
+    """Return the bytes of the weights that a decode step reads.
+
+    An untied embedding does not count, because a step reads one row of it.
+    """
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))
 

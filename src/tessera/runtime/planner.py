@@ -133,8 +133,7 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
-    """Return the footprint of a prefill chunk or of a decode step, whichever is larger; `changes` replace fields of
-    `question`."""
+    """Return the larger footprint of a prefill chunk and a decode step; `changes` replace fields of `question`."""
     q = replace(question, **changes)
     keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
     loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
@@ -147,7 +146,10 @@ def fits(found: Footprint, usable_bytes: float) -> bool:
 
 
 def _pair(q: Question, types: Types, refused: str) -> Pair:
-    """Predict for one pair; `refused` says why the devices cannot share the model in this form, if they cannot."""
+    """Predict memory and times for one pair of types.
+
+    `refused` says why the devices cannot share the model in these types; it is empty if they can.
+    """
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
     if types.cache == "int8" and q.division.context > 1:

@@ -2,8 +2,8 @@
 
 Two kinds of programs run: a prefill of one sequence's next rows, and a decode step of a few sequences. Both take the
 sequences' pages as an argument, so neither depends on where a sequence's keys are stored, or on how many others there
-are. Which policy a row runs under depends on its position alone (`Policy.at_position`). The keys of a page are thus
-a function of the model, the policy and the tokens up to the page's end, and sequences can share pages.
+are. A row's position alone decides its policy (`Policy.at_position`). The keys of a page are thus a function of the
+model, the policy and the tokens up to the page's end, and sequences can share pages.
 """
 
 import time
@@ -41,8 +41,8 @@ class Paging:
     Attributes:
         num_pages: pages, the null page included.
         page: positions per page.
-        unit: positions at whose multiples prefills start; a multiple of the page and of the policy's query tile. The
-            cross-over is rounded up to a multiple.
+        unit: prefills start at multiples of this many positions; a multiple of the page and of the policy's query tile.
+            The cross-over is rounded up to a multiple of it.
         sizes: rows of the prefill programs, descending multiples of the unit.
         batches: sequences of the decode programs, ascending.
         spill: folder for pages of the prefix cache that leave the memory; None drops them. See `Spill`.

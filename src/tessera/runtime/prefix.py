@@ -10,8 +10,8 @@ request's life:
 
     hashes -> match -> allocate the rest -> prefill -> publish each full page -> decode -> `Pages.release`
 
-Only pages that prefill wrote in full may be published: under a sparse policy decode writes other keys (12 to 54 % of
-their maximum apart, because it selects per token and prefill per query tile).
+Only pages that prefill wrote in full may be published. Under a sparse policy, decode writes other keys, because it
+selects tiles per token, and prefill per query tile (the keys differed by 12 to 54 % of their maximum).
 
 Pages without a user stay cached in order of release, and the longest unused one is evicted first. A page is evicted
 only after the held pages that continue it, because `match` walks the chain from its start and could not reach them
@@ -32,7 +32,7 @@ from tessera.models.pages import OutOfPages, Pages
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
-"""Bytes of a hash. Requests choose their tokens, so a collision must be out of reach: it would show another's keys."""
+"""Bytes of a hash. Requests choose their tokens, so a collision must be out of reach: it would leak keys."""
 
 
 def salt(
@@ -51,7 +51,7 @@ def salt(
         weights: fingerprint of the weights, in the form in which they are multiplied (quantised or not).
         plan: hash of the plan; None if every row runs dense.
         dtype: dtype of the cache.
-        unit: positions at whose multiples prefills start.
+        unit: prefills start at multiples of this many positions.
         crossover: first position that runs under the plan.
         kernels: name and config of the kernel in each prefill role, for example {"sparse": "xla.sparse block=64"}.
         code: version of the code that computes pages, such as `core.files.sources` and JAX's version.

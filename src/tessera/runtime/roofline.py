@@ -6,7 +6,7 @@
     weights   = bytes of the device's weights; every chunk of a prompt reads them once
     products  = 2 P flops per row, where P counts the parameters of the matrices that multiply the row
     cache     = bytes of keys and values read: 2 K H numbers per key that a layer reads
-    attention = 4 N H flops per (row, key) that a layer reads; N query heads, K KV heads, H the head dim
+    attention = 4 N H flops per (row, key) that a layer reads, with N query heads, K KV heads and head dim H
     links     = bytes that a device sends / (LINK_BYTES_PER_S / 2), because that rate counts both directions. To add up
                 an array over a ring of n devices, each sends 2 (n - 1) / n of its bytes.
 

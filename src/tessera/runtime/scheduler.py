@@ -138,7 +138,7 @@ class Scheduler:
         unit: positions of a segment.
         sizes: numbers of segments that the compiled prefill programs take, ascending.
         step_s: seconds that a step with decoding rows should take at most.
-        policy: "edf" is the rule above. "fcfs" is for comparison: first come, first served, chunks of the largest size.
+        policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
         ageing: every so many decisions, the oldest late request goes first.
         patience: maximum decode steps in a row without prefill while a prompt waits.
         burst: tokens by which tenants may differ before those ahead go after the others.

@@ -1,4 +1,4 @@
-"""Keep pages of the prefix cache on disk, for want of memory or to survive a restart.
+"""Keep pages of the prefix cache on disk when memory runs out, and across restarts.
 
     folder/<digest of the salt>/<hash of the page>
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
 LENGTH_BYTES = 8
 ALIGNMENT = 16
-"""Bytes. Each array starts at a multiple, as NumPy reads no item across such a boundary without a copy."""
+"""Bytes. Each array starts at a multiple of this, so that NumPy can read it without a copy."""
 SLACK = 16
-"""A full folder shrinks to 1 - 1/SLACK of its limit, so that one look at all files makes room for several pages."""
+"""A full folder shrinks to 1 - 1/SLACK of its limit, so that one scan of all files makes room for several pages."""
 NAME = re.compile(r"[0-9a-f]{64}")
 
 

@@ -72,6 +72,7 @@ class Sharing:
 
     def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
         """Return the rows per sequence of the longest chunk; None if the devices should share that chunk by heads.
+
         The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`. One
         device gets at most `rows_per_device` rows, all sequences together.
         """

@@ -4,7 +4,7 @@ Ray places the processes, gives each its chips, and reports their end. Requests 
 the server of `tessera serve` on a free port, and the front speaks HTTP with it. Ray Serve is not used: its proxy would
 be a second front, which knows neither the keys and deadlines of `front` nor which prompts share pages.
 
-Without RAY_ADDRESS, Ray runs in child processes of the server's and ends with the server. With RAY_ADDRESS ("auto" on a
+Without RAY_ADDRESS, Ray runs in child processes of the server and ends with it. With RAY_ADDRESS ("auto" on a
 machine of the cluster), replicas are spread over the cluster. Its machines need the same Python environment, and the
 model at the same path.
 """
@@ -177,7 +177,7 @@ def run(
         tokenizer: the model's tokenizer; with None, a text prompt goes to any replica.
         name: the model's name in the log.
         count: number of replicas.
-        margin: see `routing.choose`.
+        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
         bound: the socket.
 
     Raises:

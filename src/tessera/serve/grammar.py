@@ -46,6 +46,7 @@ class Grammars:
         """Return a function that makes a guide for one answer, which then follows the schema.
 
         The schema {"type": "object"} allows any object.
+
         Raises:
             ValueError: the schema is wrong, unsupported or too large.
         """

@@ -33,7 +33,7 @@ class Relay:
     Args:
         replicas: the replicas.
         tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
-        margin: see `routing.choose`.
+        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):

@@ -118,7 +118,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 def safe_end(text: str) -> int:
     """Return how many characters of a growing answer cannot be part of a call.
 
-    They end before <tool_call>, or before a beginning of <tool_call> at the end of the text.
+    They end before <tool_call>, or before an incomplete <tool_call> at the end of the text.
     """
     at = text.find(OPEN)
     if at >= 0:
