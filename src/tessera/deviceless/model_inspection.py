@@ -1,7 +1,6 @@
 """Compile one prefill or decode step of a whole model for a mesh that this machine lacks, and predict its time.
 
-This is `tessera inspect --model`. The step is tensor-parallel.
-The predicted time is the sum of four parts:
+This is `tessera inspect --model`. The step is tensor-parallel. The predicted time is the sum of four parts:
 
 - attention: each kernel's time, from its schedule,
 - memory: the bytes of all operations outside the attention kernels / bandwidth,
