@@ -1,4 +1,4 @@
-"""Compare the memory that the planner expects with the compiler's, for steps of a model on a mesh not present here.
+"""Compare the memory that the planner expects with the compiler's, for steps on a mesh that this machine lacks.
 
 The compiled steps run their layers under a scan, because unrolled layers compile for many minutes. A scan copies one
 layer's keys and values. On v7x it also copies the matrices of all layers, because the compiler changes their layout

@@ -49,7 +49,7 @@ def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
 
 
 def unawaited(report: sass.Report) -> str | None:
-    """Say that a kernel's LDGSTS copies lack the end of a group (LDGDEPBAR) or a wait (DEPBAR); None if they do not.
+    """Say that a kernel's LDGSTS copies lack the end of a group (LDGDEPBAR) or a wait (DEPBAR); else return None.
 
     A wait for the copy engine's stores (UTMASTG) is a DEPBAR too, so a kernel with such stores needs one more DEPBAR.
     """

@@ -1,4 +1,4 @@
-"""One attention call compiled for a TPU that this machine lacks, and its predicted time."""
+"""Compile one attention call for a TPU that this machine lacks, and predict its time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
