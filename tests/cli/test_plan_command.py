@@ -20,7 +20,10 @@ REFUSED = [
     ("llama-9b", "model 'llama-9b' does not exist: pass a Hugging Face folder, a GGUF file, a hub id"),
     ("llama-9b", "or one of llama-3.1-8b, llama-3.1-70b"),
     ("qwen3-8b --plan none.json", "plan 'none.json' does not exist: make one with `tessera calibrate`"),
-    ("llama-3.1-8b --chip h100 --compile", "--compile knows v5e, v5p, v6e, v7x, not --chip h100: drop --compile"),
+    (
+        "llama-3.1-8b --chip h100 --compile",
+        "--compile supports the chips v5e, v5p, v6e, v7x, not --chip h100: drop --compile",
+    ),
     ("llama-3.1-8b --devices 32 --compile", "--compile takes --devices of 1, 2, 4, 8, 16 on v6e, not 32"),
     ("llama-3.1-8b --devices 16 --compile", "--devices 16 do not divide the model's 8 KV heads: drop --compile"),
     ("llama-3.1-8b --compile --limit-s nan", "--limit-s nan must be above 0 and at most"),
@@ -76,7 +79,7 @@ def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys
     assert cli.main("plan llama-3.1-8b --devices 16 --weights bfloat16 int8".split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("Refused: ") == 1
-    assert "Refused: weights bfloat16, int8 with cache int8: an int8 cache cannot be dealt over devices" in shown
+    assert "Refused: weights bfloat16, int8 with cache int8: an int8 cache cannot be split over devices" in shown
     config = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}

@@ -285,7 +285,7 @@ def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path)
     out = result.json()
     assert out["refused"] == {"tpu_prefill_score": reason}
     assert out["predicted_ms"] is out["predicted_tflops"] is out["percent_of_peak"] is None
-    assert out["bound_by"] == "not predicted: no Pallas kernel in it"
+    assert out["bound_by"] == "not predicted: the call has no Pallas kernel"
     result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert reason in shown
@@ -308,7 +308,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
     assert (*result.intensities(), result.least_ms) == pytest.approx((560.4, 560.4, 1000.0), rel=1e-3)
     result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "roofline 50.0 % of peak; 560 flops per byte, from 560 the peak rate is the bound" in shown
+    assert "roofline 50.0 % of peak; 560 flops per byte; from 560 on, the peak rate is the limit" in shown
 
 
 @pytest.mark.parametrize("mesh", [2, pytest.param(1, marks=pytest.mark.exhaustive)])

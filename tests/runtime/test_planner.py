@@ -136,7 +136,7 @@ def test_what_load_refuses_does_not_fit():
     assert "multiples of 128, and mlp.down_proj.weight has 1856 on each of the 8 devices" in pairs[2].why_not
     dealt = plan(question(devices=16, length=8192), weights=("bfloat16",)).pairs
     assert [pair.fits for pair in dealt] == [True, False]
-    assert "cannot be dealt over devices" in dealt[1].why_not
+    assert "cannot be split over devices" in dealt[1].why_not
 
 
 def test_a_gguf_file_is_planned_as_it_is_stored(tmp_path):

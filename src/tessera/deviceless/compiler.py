@@ -1,6 +1,6 @@
-"""Shared parts of the compilers for absent TPUs and GPUs: worker process, requests, result or explained error.
+"""The code that the TPU and GPU compilers share: the worker process, the requests, the result and the errors.
 
-A failure is a result: a kernel may crash the compiler, or keep it busy forever.
+A kernel may crash the compiler or keep it busy forever, so a failure is returned as a result, not raised.
 """
 
 import os
@@ -48,7 +48,7 @@ class Process(Worker):
         The stage is "time" if the worker was killed after `limit_s` seconds, and "compile" if the request crashed it.
 
         Raises:
-            ValueError: the worker exited before its first answer, and no signal killed it: it cannot start.
+            ValueError: the worker cannot start: it exited before its first answer, and no signal killed it.
         """
         try:
             return super().ask(request, limit_s)
@@ -57,7 +57,11 @@ class Process(Worker):
                 return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
             if end.status > 0 and not end.answered:  # a status below 0 is a signal: a compiler crash, which is a result
                 raise ValueError(f"the compiler did not start: {end.said}") from None
-            return {"compiled": False, "stage": "compile", "error": f"it died with status {end.status}: {end.said}"}
+            return {
+                "compiled": False,
+                "stage": "compile",
+                "error": f"the compiler died with status {end.status}: {end.said}",
+            }
 
 
 def worker(python: str | None = None) -> list[str]:
@@ -75,7 +79,7 @@ def environment(paths: Sequence[str]) -> dict[str, str]:
 
 
 TIME = "time"
-"""`CompileError.kind` of a compiler that was stopped at its time limit, which is neither success nor failure."""
+"""`CompileError.kind` when the compiler was stopped at its time limit: whether the program compiles is unknown."""
 
 
 class Meaning(NamedTuple):
@@ -109,7 +113,9 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
     for kind, pattern, meaning, way_out in meanings:
         if re.search(pattern, text):
             return CompileError(kind, text, meaning, way_out)
-    return CompileError("program", text, "the program fails before the chip matters", "read the compiler's message")
+    return CompileError(
+        "program", text, "the error is in the program, not in a limit of the chip", "read the compiler's message"
+    )
 
 
 def out_of_time(limit_s: float) -> CompileError:
@@ -127,7 +133,7 @@ class Compiled:
         error: None if it compiled.
         compile_s: seconds in the compiler; if it failed, seconds of the whole attempt.
         memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
-        about: what the program's factory returned with the program.
+        about: the further values that the program's factory returned, such as "settings".
         program: the compiled program's text.
     """
 
@@ -140,7 +146,7 @@ class Compiled:
 
     @classmethod
     def from_reply(cls, chip: str, reply: Mapping[str, Any], explain: Callable[[str], CompileError]) -> Self:
-        """Convert a worker's reply, and explain its error."""
+        """Convert a worker's reply; `explain` makes a `CompileError` of its error message."""
         if reply["compiled"]:
             found = {name: reply[name] for name in ("compile_s", "memory", "about")}
             return cls(chip=chip, error=None, **found)

@@ -62,7 +62,7 @@ def kernel_names(text: str) -> tuple[str, ...]:
 def kernel_launches(text: str) -> dict[str, int]:
     """Count how often one run of the program launches each of its Mosaic GPU kernels, by name.
 
-    Leave out a kernel in a branch, or in a loop whose trip count the compiler does not know.
+    Kernels in a branch are left out, and so are those in a loop whose trip count the compiler does not know.
     """
     lines, found, unknown = computations(text), Counter(), set()
 
@@ -84,9 +84,9 @@ def kernel_launches(text: str) -> dict[str, int]:
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
     """List the operations of a computation (the entry by default) that move data, without the Pallas kernels.
 
-    For the body of a loop over layers, `turns` is their number. An array whose first size is `turns` then counts as one
-    slice per turn. If an operation returns such an array and takes one of the same type, it counts as an update of one
-    slice in place.
+    For the body of the loop over layers, `turns` is the number of layers. Of an array whose first dimension is `turns`,
+    only one slice counts. An operation that takes and returns an array of one such type counts as an in-place update of
+    one slice.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):

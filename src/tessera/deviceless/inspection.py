@@ -1,4 +1,4 @@
-"""`tessera inspect`: one attention call compiled for a chip that this machine lacks, and its place on the roofline.
+"""Compile one attention call for a chip that this machine lacks, and place it on the roofline (`tessera inspect`).
 
 `tpu.inspection` and `gpu.inspection` compile the call and add the figures that only their compiler gives.
 """
@@ -20,7 +20,7 @@ from tessera.deviceless.compiler import Compiled
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
+    """One call on one chip; KEYS names the fields that `tessera inspect --json` prints.
 
     A platform's subclass adds its figures, its KEYS, the chip's `peak` (`flops_per_s` and `bytes_per_s`), the table's
     `rows`, the `lines` below the table with their styles, and two parts of the picture: `mark` draws the call on the
@@ -58,7 +58,7 @@ class Inspection:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
 
     def intensities(self) -> tuple[float, float]:
-        """Return (flops per byte of the call, flops per byte above which the peak rate bounds a call)."""
+        """Return (flops per byte of the call, flops per byte from which the peak rate, not memory, limits a call)."""
         return self.flops / self.moved_bytes if self.moved_bytes else 1.0, self.peak.flops_per_s / self.peak.bytes_per_s
 
     def print_table(self) -> None:

@@ -1,13 +1,15 @@
-"""`tessera inspect --model`: a prefill or decode step of a whole model, tensor-parallel on a mesh this machine lacks.
+"""Compile one prefill or decode step of a whole model for a mesh that this machine lacks, and predict its time.
 
-The predicted time is the sum of four parts:
+This is `tessera inspect --model`. The step is tensor-parallel. The predicted time is the sum of four parts:
 
 - attention: each kernel's time, from its schedule,
 - memory: the bytes of all operations outside the attention kernels / bandwidth,
-- computing beyond memory: how much longer than that these operations, matrix products included, take by schedule,
+- computing beyond memory: the time of the same operations by their schedules (matrix products included), less the
+  memory time above,
 - collectives: the bytes that devices exchange / bandwidth of their links.
 
-The sum leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
+The sum leaves out the latency of the exchanges, loops inside tile selection, and the time that devices wait for each
+other.
 """
 
 from collections.abc import Mapping
@@ -45,7 +47,7 @@ class StepInspection:
         timed_out: whether the compiler was stopped at its time limit.
         hbm_bytes: main memory held per device; `memory` breaks it down.
         collectives: (opcode, bytes, where, times per step) of each exchange; times is None if unknown.
-        parts_ms: the parts of predicted_ms.
+        parts_ms: part, as the module docstring lists them -> milliseconds; predicted_ms is their sum.
         attention: role -> kernel, number of layers, milliseconds of one layer.
     """
 

@@ -1,6 +1,7 @@
 """Parts of a layer as programs to compile for an absent TPU, each in the forms that a study compares.
 
-Each function of a part returns (program, its abstract arguments); its argument `form` picks how the program computes.
+Each function that is named after a part returns (program, abstract arguments of the program). Its argument `form` picks
+how the program computes.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int = 2048) -> tuple[Callable, tuple]:
     """Return the program of a layer's queries and keys: project, rotate, and transpose to [B,N,T,H] and [B,K,T,H].
 
-    The forms are those of ROTATIONS. Form "none" leaves out the rotation, so its time bounds what any form could gain.
+    The forms are those of ROTATIONS, and "none", which leaves out the rotation: no form can be faster.
     """
     config = MODELS[model]
     width, size = config.hidden_size, config.head_dim
@@ -45,8 +46,8 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
 def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
     """Return the program of a layer's second half: norm, SwiGLU, down projection and residual sum.
 
-    The form "whole" computes all of this. The form "products" leaves out norm, SwiGLU and sum, so its time bounds what
-    a kernel could gain.
+    The form "whole" computes all of this. The form "products" leaves out norm, SwiGLU and sum: no fused kernel can be
+    faster.
     """
     config = MODELS[model]
     width, wide = config.hidden_size, config.intermediate_size
@@ -87,8 +88,10 @@ def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Ca
 
 
 def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Return the program of the up projection; the weight is [out,in], as in checkpoints, for the form "stored", else
-    [in,out]."""
+    """Return the program of the up projection.
+
+    In the form "stored" the weight is [out,in], as in checkpoints; in any other form it is [in,out].
+    """
     config = MODELS[model]
     shape = (config.intermediate_size, config.hidden_size)
     x, dims = of(rows, shape[1]), (((1,), (1 if form == "stored" else 0,)), ((), ()))
@@ -100,10 +103,10 @@ def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Cal
 
 
 def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
-    """Return the program of a product of `rows` rows with a 4-bit weight in groups, and what to add to the reply.
+    """Return (program, abstract arguments, about) of a product of `rows` rows with a 4-bit weight in groups.
 
     The form "xla" leaves the product to XLA, and "bfloat16" has a weight in that dtype for comparison. Any other form
-    runs our kernel, `models.grouped`; only then is there something to add: the runs of its named scopes.
+    runs our kernel, `models.grouped`. Only then does `about` hold something: how often each named scope runs.
     """
     outputs, inputs = size
     x = of(rows, inputs)

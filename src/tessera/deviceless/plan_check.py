@@ -1,4 +1,4 @@
-"""Compare planned memory with the compiler's, for steps of a model compiled for a mesh that this machine lacks.
+"""Compare the memory that the planner expects with the compiler's, for steps on a mesh that this machine lacks.
 
 The compiled steps run their layers under a scan, because unrolled layers compile for many minutes. A scan copies one
 layer's keys and values. On v7x it also copies the matrices of all layers, because the compiler changes their layout
@@ -73,21 +73,21 @@ class Check:
 
 
 def require_compiler(q: Question) -> None:
-    """Raise ValueError unless --compile supports the question's chip and devices."""
+    """Raise ValueError if --compile does not support the question's chip, or its number of devices."""
     if q.chip not in MESHES:
-        raise ValueError(f"--compile knows {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
+        raise ValueError(f"--compile supports the chips {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
     if q.devices not in MESHES[q.chip]:
         sizes = ", ".join(map(str, MESHES[q.chip]))
         raise ValueError(f"--compile takes --devices of {sizes} on {q.chip}, not {q.devices}: drop --compile")
     if q.division.context > 1:
         raise ValueError(
-            f"--compile compiles meshes without a context axis, and --devices {q.devices} do not divide the model's "
-            f"{q.config.num_kv_heads} KV heads: drop --compile"
+            f"--devices {q.devices} do not divide the model's {q.config.num_kv_heads} KV heads: drop --compile, which "
+            "supports no mesh with a context axis"
         )
 
 
 def types_of(config: ModelConfig, call: Mapping[str, Any]) -> Types:
-    """Return the number types of a step: the model's own where the call names none."""
+    """Return the types of a step's weights and cache; a type that the call does not name is the model's dtype."""
     given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
     return Types(**given, dtype=config.dtype)
 

@@ -48,11 +48,15 @@ def check(
         ValueError: the kernel runs on another platform or refuses the call, or `config` does not fit the kernel.
     """
     if kernel.platform not in ("any", platform):
-        raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another")
+        raise ValueError(
+            f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another kernel"
+        )
     if not kernel.simulable:
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
-        raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name}")
+        raise ValueError(
+            f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name} instead"
+        )
     reason = kernel.refusal(spec, shapes, capability=capability)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")
@@ -81,7 +85,7 @@ def attention_call(
     changes: Mapping = MappingProxyType({}),
     token_major: bool = False,
 ) -> tuple[Any, tuple, dict]:
-    """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
+    """Return (function, abstract arguments, about) of one attention call, for the chip of jax's current mesh.
 
     `about` holds the kernel's "executions" and "settings". q arrives head-major: in the model's own program, the fusion
     that applies the rotary embedding writes q in this layout for kernels that request it. K and V arrive head-major, as
@@ -129,9 +133,9 @@ def attention_call(
 def selection_call(
     length: int, kv_heads: int, tile: int, query_tile: int, fraction: float
 ) -> tuple[Any, tuple[jax.ShapeDtypeStruct]]:
-    """Return (function, abstract masses) to choose key tiles in a causal prefill of batch 1.
+    """Return (function, its one abstract argument) to select key tiles in a causal prefill of batch 1.
 
-    The float32 masses have the shape [1, KV heads, query tiles, key tiles].
+    The argument is the float32 probability mass of each key tile: [1, KV heads, query tiles, key tiles].
     """
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jax.ShapeDtypeStruct((1, kv_heads, ceil_div(length, query_tile), ceil_div(length, tile)), jnp.float32)

@@ -69,11 +69,11 @@ def model_step(
     weights: str | None = None,
     cache: str | None = None,
 ) -> tuple[Any, tuple, dict]:
-    """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
+    """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
 
     The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
     are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them. `weights` and
-    `cache` are number types, as `load` takes them.
+    `cache` name the types of matrices and cache, as they do for `load`.
     """
     config = config_of(model)
     mesh = build(MeshShape(len(devices), 1), devices)

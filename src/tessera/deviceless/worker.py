@@ -1,12 +1,12 @@
 """Compile for absent chips in a separate process, as a compiler may hang or crash and libtpu starts once per process.
 
 Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. Run as a
-file (`python -P worker.py`) it needs only jax and the compiler, so that peers compile in environments without tessera.
-The caller sets the environment variables that the compilers read.
+file (`python -P worker.py`) it needs only jax and the compiler, so that other libraries' kernels can be compiled in
+environments without tessera. The caller sets the environment variables that the compilers read.
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
 "module:function" with JSON keyword arguments. The factory returns (function, abstract arguments), and optionally a
-third value to send back in the reply ("executions", "settings"). A factory with a parameter `devices` gets the first
+mapping to send back in the reply, with keys such as "settings". A factory with a parameter `devices` gets the first
 devices of the topology, as many as the request says, and returns arguments with shardings.
 
 A request also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration and a
@@ -164,7 +164,7 @@ def jit(function):
 
 
 def build(request: dict, devices) -> tuple:
-    """Return (function, abstract arguments placed on the devices, the factory's third value or {})."""
+    """Return (function, abstract arguments placed on the devices, the factory's mapping for the reply or {})."""
     import jax
 
     if "kernel" in request:

@@ -44,7 +44,7 @@ def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Tick
 
 
 def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
-    """Return what is added to each row's logits: its request's bias, and -inf for tokens that its guide forbids."""
+    """Return the bias of each row's logits: its request's `bias`, and -inf for tokens that its guide forbids."""
     bias = np.zeros(shape, np.float32)
     for row, ticket in zip(bias, tickets):
         if ticket is None or not ticket.open:

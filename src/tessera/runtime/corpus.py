@@ -24,8 +24,8 @@ class Corpus:
     """Token windows for calibration.
 
     Attributes:
-        windows: token ids [W] of each window from which a plan is made.
-        held_out: those of each window on which the plan is judged.
+        windows: windows from which a plan is made, each an array of token ids.
+        held_out: windows on which the plan is judged.
         source: the text's file or folder name, or the number of texts.
     """
 
@@ -48,7 +48,7 @@ class Corpus:
 
 
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
-    """Cut windows of at most MAX_WINDOW tokens or the model's context, spread evenly; hold out the last quarter.
+    """Cut evenly spread windows, none longer than MAX_WINDOW tokens or the model's context; hold out the last quarter.
 
     Args:
         model: model with `config` and `tokenizer`.

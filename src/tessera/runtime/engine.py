@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is neither complete nor failed nor cancelled."""
+        """Whether any request still needs tokens."""
         return any(ticket.open for ticket in self._tickets.values())
 
     @property
@@ -113,7 +113,7 @@ class Engine:
         return lane.scheduler if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
-        """Return the policy of a request that caches `num_keys` keys; with pages, of its last row."""
+        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of its last row."""
         if self.paging is None:
             return self.policy.at_length(num_keys)
         return self.policy.at_position(num_keys - 1, self.paging.unit)
@@ -208,7 +208,7 @@ class Engine:
     def hold(self, tokens: Sequence[int]) -> Held:
         """Prefill a prefix, cut to whole chunks, under the engine's policy.
 
-        A request whose field `held` is the returned value starts after the prefix. The row that holds the prefix counts
+        A request that has the result in its field `held` starts after the prefix. The row that holds the prefix counts
         as free: a request with another prefix may take it, and `held` then saves nothing.
         """
         check_tokens(tokens, self.config, "the prefix")
@@ -216,7 +216,9 @@ class Engine:
         return lane.hold(tokens)
 
     def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
-        """Compute a prefix, and keep its whole units for as long as the engine lives; return their positions.
+        """Compute a prefix, and keep its whole units (`Paging.unit`) for as long as the engine lives.
+
+        Return the number of positions that are kept.
 
         Raises:
             ValueError: the engine has no pages, or the prefix is empty or too long.
@@ -236,10 +238,10 @@ class Engine:
                 lane.close()
 
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
-        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
+        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; count the programs.
 
         Args:
-            samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.
+            samplings: sampling parameters of later requests, in any mixture; only their optional steps matter.
             joins: also run the programs of requests that join while others decode.
             extras: also run those of requests with `bias`, `guide` or `top_logprobs`.
         """
@@ -288,7 +290,8 @@ class Engine:
                 failures.append(fail(left.pop(), error))
                 continue
             if policy != self.policy:
-                logger.info("%d tokens, below the cross-over: %s runs %s", longest, self.policy.name, policy.name)
+                names = policy.name, self.policy.name
+                logger.info("%d tokens are below the cross-over: attention is %s, not %s", longest, *names)
             break
         return failures
 

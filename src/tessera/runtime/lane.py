@@ -161,8 +161,10 @@ class Lane:
         self._note(choice, run.reads, list(enumerate(tickets)))
 
     def _start(self) -> Joining | None:
-        """Move requests from the queue to free rows: a whole batch if `together` is set, all rows are free and enough
-        requests wait; else one."""
+        """Move one request from the queue to a free row, or a whole batch to all rows.
+
+        It is a whole batch if `together` is set, all rows are free and enough requests wait.
+        """
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
         if not (rows and self.waiting):
@@ -208,8 +210,10 @@ class Lane:
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:
-        """Return how many tokens at the start of the prompt need no prefill in this row: whole chunks, and never the
-        last token."""
+        """Return how many tokens at the start of the prompt need no prefill in this row.
+
+        These tokens fill whole chunks. The prompt's last token is never one of them.
+        """
         prompt, kept = ticket.request.prompt, self._kept[row]
         limit = min(len(kept), len(prompt) - 1)
         if ticket.request.held is not None:

@@ -13,7 +13,7 @@ from tessera.runtime.sampling import Choice, Method
 
 
 class LastTokens:
-    """What the next decode step takes from the steps before it.
+    """Arrays that the next decode step takes from the steps before it.
 
     Args:
         rows: number of rows.
@@ -53,7 +53,7 @@ class LastTokens:
             self.seen = set_rows(self.seen, choice.seen, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once, those of some rows in each of the batches; return their number."""
+        """Run every program once, those of `take` and `update` for each size in `batches`; return their number."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):

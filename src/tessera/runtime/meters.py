@@ -1,7 +1,7 @@
-"""How much of a device's peak rates an answer used: model FLOPs utilisation (MFU) and bandwidth use.
+"""Shares of a device's peak rates that an answer used: model FLOPs utilisation (MFU) and bandwidth use.
 
-    MFU           = flops / (s * peak)
-    bandwidth use = (weights + cache bytes read) / (s * bandwidth)
+    MFU           = flops / (seconds * peak)
+    bandwidth use = (weights + cache bytes read) / (seconds * bandwidth)
 
     flops of a prefill of T tokens = 2 P T + 2 V D + 4 H G keys
     flops of n decoded tokens      = 2 (P + V D) n + 4 H G keys
@@ -9,6 +9,7 @@
 
 P counts the elements of the layers' matrices, V D those of the output head, which a prefill applies to one row only.
 `keys` are the positions really read, summed over layers, KV heads and rows; a group of G query heads shares each read.
+H is the head dim.
 Work that the formulas leave out (padding, masked keys, recomputation, tile selection) lowers the shares. Peaks are
 those of the data sheet, for all devices of the mesh; a CPU has none, and `generate --stats` measures its rates.
 """
@@ -38,7 +39,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Shares of the peak rates; None where the peak or the time is unknown. Prefill includes compiling, if any."""
+    """Shares of the peak rates; None where the peak or the time is unknown. A prefill's time includes compiling."""
 
     prefill_mfu: float | None = None
     decode_mfu: float | None = None
@@ -75,7 +76,10 @@ def matrix_elements(config: ModelConfig) -> int:
 
 
 def attention_flops(config: ModelConfig, keys: float) -> float:
-    """Return 4 H G flops for each of `keys` positions, counted per KV head: q.k and p v, 2 H each."""
+    """Return the flops of attention over `keys` positions, counted per KV head.
+
+    Each position takes 4 H flops in each query head of the group: 2 H for q.k, 2 H for p v.
+    """
     return 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads) * keys
 
 
@@ -106,13 +110,16 @@ def decode_bytes(
 
 
 def weight_bytes(params: Params) -> int:
-    """Return the bytes of the weights that a decode step reads: of an untied embedding, it reads one row."""
+    """Return the bytes of the weights that a decode step reads.
+
+    An untied embedding does not count, because a step reads one row of it.
+    """
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))
 
 
 def use(answer: Generation, config: ModelConfig, params: Params, cache: str | None, peaks: Peaks | None) -> Use:
-    """Compute what one answer used of the peaks. Answers that run side by side each count all weights.
+    """Compute the shares of the peak rates that one answer used. Answers that run together each count all weights.
 
     Args:
         answer: the answer; its prompt was computed whole, not taken from a cache.

@@ -2,8 +2,9 @@
 
 The scheduler decides which request gets a row, is prefilled next, or gives way (waits again). This file ensures:
 
-- Only pages of whole units that a prefill wrote enter the prefix cache: keys of a part depend on the tokens that share
-  its query tile, and decode writes other keys under a sparse policy, so an answer is prefilled if it comes back.
+- Only pages of whole units that a prefill wrote enter the prefix cache. Keys of a partial unit depend on the tokens
+  that share its query tile. Decode writes other keys under a sparse policy, so an answer that comes back in a later
+  prompt is prefilled.
 - A request that gives way keeps what only it has: the pages after its last shared page are copied to the host. Its
   shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
 """
@@ -47,7 +48,7 @@ class PagedLane:
         lag: steps that the device runs ahead of the host.
 
     Attributes:
-        prefix: which pages hold which tokens.
+        prefix: prefix cache, which knows the pages of each prompt.
         preempted: requests that gave way so far.
     """
 
@@ -99,11 +100,11 @@ class PagedLane:
         return events
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Refuse: the prefix cache keeps every prompt's keys, so nobody needs to hold any."""
+        """Raise ValueError: the prefix cache keeps every prompt's keys, so there is nothing to hold."""
         raise ValueError("an engine with pages keeps every prefix by itself: submit requests without `held`")
 
     def pin(self, tokens: Sequence[int], tenant: str) -> int:
-        """Keep the pages of a just computed prompt's whole units; return their positions."""
+        """Keep the pages of the whole units of a prompt just computed; return the number of their positions."""
         hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.paging.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.pool.paging.page
@@ -186,7 +187,7 @@ class PagedLane:
         return 1 + 2 * self.scheduler.costs.step_s([(start, unit) for start in range(0, num_tokens, unit)], [])
 
     def _fits(self, row: Row) -> bool:
-        """Fail a request that the whole pool could not hold."""
+        """Return whether the whole pool could hold a request; if not, fail the request."""
         page, size = self.pool.paging.page, self.prefix.pages.size - 1
         need = ceil_div(row.ticket.answer.num_keys, page)
         if need <= size and need <= self.pool.width:

@@ -11,7 +11,7 @@ from tessera.sparse.contract import Reads
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """What a lane knows of one request, whether it waits or runs.
+    """A lane's record of one request, whether it waits or runs.
 
     Attributes:
         ticket: the request.
@@ -42,11 +42,11 @@ class Row:
 
     @property
     def num_keys(self) -> int:
-        """Keys after the next decode step."""
+        """Number of keys after the next decode step."""
         return self.ticket.answer.prompt_tokens + self.ticket.chosen
 
     def need(self, page: int) -> int:
-        """Return the pages that the request should find before it gets a row: one more than its keys fill."""
+        """Return how many pages should be available before the request gets a row: one more than its keys fill."""
         return ceil_div(self.num_keys, page) + 1
 
     def matchable(self, page: int, unit: int) -> list[bytes]:

@@ -58,8 +58,13 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Every pair, the index of the first choice (None if nothing fits), and the sizes that decide how devices share a
-    prefill chunk (None if they split no heads)."""
+    """Result of `plan`.
+
+    Attributes:
+        pairs: every pair of weight and cache types, in order of preference.
+        first: index of the first pair that fits; None if none does.
+        sharing: sizes that decide how devices share a prefill chunk; None if they split no heads.
+    """
 
     question: Question
     division: Division
@@ -92,7 +97,7 @@ class Answer:
 
 
 def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None = None) -> Answer:
-    """Answer for every pair of weight and cache types.
+    """Predict memory and times for every pair of weight and cache types.
 
     Args:
         question: what is planned.
@@ -128,8 +133,7 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
-    """Return the footprint of a prefill chunk or of a decode step, whichever is larger; `changes` replace fields of
-    `question`."""
+    """Return the larger footprint of a prefill chunk and a decode step; `changes` replace fields of `question`."""
     q = replace(question, **changes)
     keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
     loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
@@ -142,11 +146,14 @@ def fits(found: Footprint, usable_bytes: float) -> bool:
 
 
 def _pair(q: Question, types: Types, refused: str) -> Pair:
-    """Answer for one pair; `refused` says why the devices cannot share the model in this form, if they cannot."""
+    """Predict memory and times for one pair of types.
+
+    `refused` says why the devices cannot share the model in these types; it is empty if they can.
+    """
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
     if types.cache == "int8" and q.division.context > 1:
-        refused = "an int8 cache cannot be dealt over devices that share each head's keys: take a bfloat16 cache"
+        refused = "an int8 cache cannot be split over devices that share each head's keys: take a bfloat16 cache"
     good = not refused and fits(found, usable)
     return Pair(
         weights=types.weights,

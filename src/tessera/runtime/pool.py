@@ -2,8 +2,8 @@
 
 Two kinds of programs run: a prefill of one sequence's next rows, and a decode step of a few sequences. Both take the
 sequences' pages as an argument, so neither depends on where a sequence's keys are stored, or on how many others there
-are. Which policy a row runs under depends on its position alone (`Policy.at_position`). The keys of a page are thus
-a function of the model, the policy and the tokens up to the page's end, and sequences can share pages.
+are. A row's position alone decides its policy (`Policy.at_position`). The keys of a page are thus a function of the
+model, the policy and the tokens up to the page's end, and sequences can share pages.
 """
 
 import time
@@ -41,8 +41,8 @@ class Paging:
     Attributes:
         num_pages: pages, the null page included.
         page: positions per page.
-        unit: positions at whose multiples prefills start; a multiple of the page and of the policy's query tile. The
-            cross-over is rounded up to a multiple.
+        unit: prefills start at multiples of this many positions; a multiple of the page and of the policy's query tile.
+            The cross-over is rounded up to a multiple of it.
         sizes: rows of the prefill programs, descending multiples of the unit.
         batches: sequences of the decode programs, ascending.
         spill: folder for pages of the prefix cache that leave the memory; None drops them. See `Spill`.
@@ -68,7 +68,7 @@ class Paging:
             raise ValueError(f"batches={self.batches} must be positive numbers that ascend")
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError unless a query tile of the policy never crosses the end of a prefill."""
+        """Raise ValueError if a prefill could end inside a query tile of the policy."""
         if self.unit % policy.query_tile:
             raise ValueError(f"unit={self.unit} must be a multiple of the policy's query tile {policy.query_tile}")
 
@@ -107,7 +107,7 @@ def read_page(cache: Cache, page: Int32[Array, ""]) -> Cache:
 
 @program(donate_argnames="cache")
 def write_page(cache: Cache, part: Cache, page: Int32[Array, ""]) -> Cache:
-    """Replace one page of a pool by what `read_page` returned."""
+    """Replace one page of a pool by a copy that `read_page` made."""
     new = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, page, x.ndim - 4), cache, part)
     return keep_split(new)
 
@@ -136,7 +136,7 @@ class Pool:
         self.params, self.config, self.policy, self.paging = params, config, policy, paging
         self.mesh, self.dtype = mesh_of(params), str(params.embed.dtype)
         if num_stripes(self.mesh) > 1:
-            raise ValueError("pages cannot be dealt over the mesh axis context: use a mesh of heads only, like 4x1")
+            raise ValueError("pages cannot be split over the mesh axis context: use a mesh of heads only, like 4x1")
         self.width = ceil_div(round_up(context, paging.unit), paging.page)
         self.cache = allocate(
             self.mesh,
@@ -148,7 +148,7 @@ class Pool:
         )
 
     def salt(self) -> bytes:
-        """Digest everything besides its tokens that a page's contents depend on."""
+        """Return a digest of everything on which a page's contents depend, except its tokens."""
         return salt(
             weights=fingerprint(self.params, self.config),
             plan=repr(self.policy),
@@ -161,7 +161,7 @@ class Pool:
         )
 
     def policy_at(self, position: int) -> Policy:
-        """Return the policy of a row."""
+        """Return the policy of the row at a position."""
         return self.policy.at_position(position, self.paging.unit)
 
     @property
@@ -180,7 +180,7 @@ class Pool:
 
         Args:
             tokens: at most `size` tokens, which all run under one policy.
-            start: position of the first, a multiple of the unit.
+            start: position of the first token, a multiple of the unit.
             pages: pages of the sequence's positions, with room for the tokens.
             size: one of `paging.sizes`.
         """
@@ -226,14 +226,14 @@ class Pool:
         return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
-        """Return work, as `Scheduler` counts it, whose times tell those of all other work."""
+        """Return pairs (prefill, decode) of work, in the form of `Costs.step_s`, to time for `LinearCosts.fit`."""
         last = self.width * self.paging.page
         prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
         decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
         return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
 
     def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the seconds of some work, done on the null page."""
+        """Run some work on the null page and return its seconds; arguments as in `Costs.step_s`."""
         began_s = time.perf_counter()
         for start, size in prefill:
             self.prefill([0] * size, start, [], size)
@@ -248,7 +248,7 @@ class Pool:
         return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
 
     def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
-        """Write what `save` returned to pages."""
+        """Write the copies that `save` returned to pages."""
         for page, part in zip(pages, saved, strict=True):
             self.cache = write_page(self.cache, part, np.int32(page))
 

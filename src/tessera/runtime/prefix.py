@@ -10,11 +10,12 @@ request's life:
 
     hashes -> match -> allocate the rest -> prefill -> publish each full page -> decode -> `Pages.release`
 
-Only pages that prefill wrote in full may be published: under a sparse policy decode writes other keys (12 to 54 % of
-their maximum apart, because it selects per token and prefill per query tile).
+Only pages that prefill wrote in full may be published. Under a sparse policy, decode writes other keys, because it
+selects tiles per token, and prefill per query tile (the keys differed by 12 to 54 % of their maximum).
 
-Pages without a user stay cached in order of release, and the longest unused one goes first. A page goes only after the
-held pages that continue it, because `match` walks the chain from its start and could never reach those again.
+Pages without a user stay cached in order of release, and the longest unused one is evicted first. A page is evicted
+only after the held pages that continue it, because `match` walks the chain from its start and could not reach them
+without this page.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from tessera.models.pages import OutOfPages, Pages
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
-"""Bytes of a hash. Requests choose their tokens, so a collision must be out of reach: it would show another's keys."""
+"""Bytes of a hash. Requests choose their tokens, so a collision must be out of reach: it would leak keys."""
 
 
 def salt(
@@ -44,13 +45,13 @@ def salt(
     kernels: Mapping[str, str],
     code: str,
 ) -> bytes:
-    """Return a digest of what a page's contents depend on besides its tokens. No part has a default.
+    """Return a digest of everything on which a page's contents depend, except its tokens. No argument has a default.
 
     Args:
         weights: fingerprint of the weights, in the form in which they are multiplied (quantised or not).
         plan: hash of the plan; None if every row runs dense.
         dtype: dtype of the cache.
-        unit: positions at whose multiples prefills start.
+        unit: prefills start at multiples of this many positions.
         crossover: first position that runs under the plan.
         kernels: name and config of the kernel in each prefill role, for example {"sparse": "xla.sparse block=64"}.
         code: version of the code that computes pages, such as `core.files.sources` and JAX's version.
@@ -62,7 +63,7 @@ def salt(
     parts["kernels"] = dict(kernels)
     for name, value in parts.items():
         if value in ("", {}) or (value is None and name != "plan"):
-            raise ValueError(f"{name}={value!r} names nothing: the pages of two models could be taken for equal")
+            raise ValueError(f"{name}={value!r} names nothing: pages of two models could then have one hash")
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -81,8 +82,8 @@ class Prefix:
     Args:
         pages: the pool.
         salt: result of `salt`.
-        on_evict: called with the hash and the page before a page is evicted, children before parents: copy its contents
-            now or never.
+        on_evict: called with the hash and the page before a page is evicted, children before parents. It is the last
+            chance to copy the contents.
 
     Attributes:
         query_tokens: tokens of all full pages looked for by `match`.
@@ -173,7 +174,7 @@ class Prefix:
         if held and held.page == page:
             return page
         if not self.pages.writable(page):
-            raise ValueError(f"cannot publish {page=}: only a page with one user, published under no other hash, fits")
+            raise ValueError(f"cannot publish {page=}: it must have one user and no other hash")
         if held:
             self.pages.share([held.page])
             self.pages.release([page])
@@ -192,7 +193,7 @@ class Prefix:
         """Take pages that the caller owns and may write, evicting cached pages if too few are free.
 
         Raises:
-            OutOfPages: all free and evictable pages do not suffice; nothing changes.
+            OutOfPages: fewer pages are free or can be evicted; nothing changes.
         """
         short = count - len(self.pages.free)
         if short > 0:
@@ -223,14 +224,14 @@ class Prefix:
         for page in pages:
             if page in self._hash:
                 gone = self._with_descendants(self._hash[page])
-                logger.warning("prefix cache: withdrew page %s and the %s that continue it", page, len(gone) - 1)
+                logger.warning("prefix cache: withdrew page %s and the %s pages that continue it", page, len(gone) - 1)
                 for name in reversed(gone):
                     self._withdraw(name)
                 withdrawn += gone
         return withdrawn
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Never evict these pages until as many calls of `unpin`. A page not held is pinned when it is published."""
+        """Never evict these pages until each `pin` has its `unpin`. A page not held is pinned when it is published."""
         for name in hashes:
             self._pins[name] += 1
             if name in self._held:

@@ -28,7 +28,7 @@ BLOCK = 64
 
 
 class RowScores(NamedTuple):
-    """What the rows of one prefill say of the tokens that follow them.
+    """Scores of the tokens that follow the rows of one prefill.
 
     Attributes:
         logprob: ln of the probability of the token that follows each row.

@@ -30,8 +30,10 @@ class Held(NamedTuple):
 
 
 class Guide(Protocol):
-    """What restricts an answer token by token, such as a grammar. Both methods may raise ValueError, which fails the
-    request."""
+    """A restriction of an answer, token by token, such as a grammar.
+
+    Both methods may raise ValueError, which fails the request.
+    """
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
         """Return which tokens may come next; at least one."""
@@ -52,12 +54,12 @@ class Request:
         seed: seed of the draws; with it, only the logits and the step decide a draw.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
         top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
-        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, beside
-            the probability of the prompt's token; None reports nothing. Such a prompt reuses no cached keys, because
+        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, with the
+            probability of the prompt's own token; None reports neither. Such a prompt reuses no cached keys, because
             each of its rows must be computed. Needs an engine with pages.
         guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
             step before.
-        tenant: who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
+        tenant: name of who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
         deadline_s: seconds after `submit` when the first token is due; None takes twice the time that the prompt takes
             alone. Needs an engine with pages.
         held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
@@ -156,7 +158,7 @@ class Ticket:
         chosen: number of tokens that the device was asked to choose; the host may have read fewer.
         dropped: whether the request was cancelled or failed.
         scored: scores of the prompt's tokens, as `prompt_scores.RowScores`, by the first row of each prefill.
-        guide: what restricts the answer, in the state after the tokens that the host has read.
+        guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
         allowed: which tokens may come next, if there is a guide.
     """
 
@@ -187,7 +189,7 @@ class Ticket:
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
-    """Raise ValueError unless the tokens lie in the vocabulary and fit the context; there must be at least one."""
+    """Raise ValueError if there is no token, if one is outside the vocabulary, or if they exceed the context."""
     limit, vocab_size = config.max_positions, config.vocab_size
     if not len(tokens):
         raise ValueError(f"{name} is an empty token list: pass at least one token")

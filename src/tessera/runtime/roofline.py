@@ -6,7 +6,7 @@
     weights   = bytes of the device's weights; every chunk of a prompt reads them once
     products  = 2 P flops per row, where P counts the parameters of the matrices that multiply the row
     cache     = bytes of keys and values read: 2 K H numbers per key that a layer reads
-    attention = 4 N H flops per (row, key) that a layer reads
+    attention = 4 N H flops per (row, key) that a layer reads, with N query heads, K KV heads and head dim H
     links     = bytes that a device sends / (LINK_BYTES_PER_S / 2), because that rate counts both directions. To add up
                 an array over a ring of n devices, each sends 2 (n - 1) / n of its bytes.
 
@@ -152,7 +152,11 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Key counts, summed over layers: `own` counts keys that layers score to choose tiles, the others keys read."""
+    """Key counts, summed over layers.
+
+    `own` counts the keys that layers score to choose their own tiles. Each other field counts the keys that layers of
+    this role read.
+    """
 
     dense: float = 0.0
     score: float = 0.0
@@ -206,14 +210,17 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def _read_s(q: Question, on: Chip, types: Types) -> float:
-    """Seconds in which a device reads its weights once, except an untied embedding: a token reads one row of it."""
+    """Return the seconds in which a device reads its weights once.
+
+    An untied embedding does not count, because a token reads one row of it.
+    """
     found = weight_bytes(q.config, types=types, division=q.division)
     table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
 
 
 def _links_s(q: Question, division: Division, rows: float, heads_rows: float) -> float:
-    """Seconds of the exchanges of `rows` rows of activations, and `heads_rows` rows of attention outputs.
+    """Return the seconds to exchange `rows` rows of activations and `heads_rows` rows of attention outputs.
 
     Each layer adds up activations twice over the devices that share heads, and float32 attention outputs once over the
     devices that share keys. At the end, each sequence's last logits are gathered.

@@ -106,8 +106,7 @@ class Choice(NamedTuple):
         token: the chosen ids.
         logprob: ln of each chosen token's probability under softmax(logits), before penalty, temperature and filters.
         seen: mask of the tokens in prompt and answer so far; None unless `method.penalised`.
-        ranks: the RANKS best tokens, best first, and the ln of their probabilities like `logprob`'s; None unless
-            `method.extra`.
+        ranks: the RANKS most probable tokens, best first, each with its `logprob`; None unless `method.extra`.
     """
 
     token: Int32[Array, "B"]

@@ -9,9 +9,10 @@ Requests are ordered by the rule of Moore and Hodgson, which on one machine make
 deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
 requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
 
-Each tenant has a virtual time, the tokens computed for it. Tenants that are ahead of the active tenant with the least
-go after it, by whole multiples of `burst` tokens. An idle tenant saves nothing: when it comes back, it starts at the
-least virtual time of the active ones (Start-time Fair Queueing, Goyal et al. 1996).
+Each tenant has a virtual time, the tokens computed for it. Its lead is this time minus the least virtual time of the
+active tenants, in whole multiples of `burst` tokens. Requests of tenants with a smaller lead go first. An idle tenant
+saves nothing: when it comes back, it starts at the least virtual time of the active ones (Start-time Fair Queueing,
+Goyal et al. 1996).
 """
 
 import heapq
@@ -24,7 +25,7 @@ from tessera.core.shapes import ceil_div
 Policy = Literal["edf", "fcfs"]
 
 HORIZON = 4
-"""Largest prefill steps ahead of which requests get rows: enough that the next steps are always full."""
+"""A request gets a row when its prompt would be computed within this many of the largest prefill steps."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,7 +55,12 @@ class Costs(Protocol):
     """Predicts how long steps take."""
 
     def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the seconds of a step that prefills (first position, rows) each and decodes rows of so many keys."""
+        """Return the seconds of a step.
+
+        Args:
+            prefill: (first position, rows) of each part of a prompt that the step computes.
+            decode: number of keys of each row that decodes a token.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +131,16 @@ def _amounts(prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> tuple
 
 
 class Scheduler:
-    """Order and amounts of an engine's work. Equal calls in equal order give equal results.
+    """Decides the order and the amounts of an engine's work. Equal calls in equal order give equal results.
 
     Args:
         costs: predicted times; may be replaced at any time.
         unit: positions of a segment.
         sizes: numbers of segments that the compiled prefill programs take, ascending.
         step_s: seconds that a step with decoding rows should take at most.
-        policy: "edf" is the rule above. "fcfs" is for comparison: first come, first served, chunks of the largest size.
+        policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
         ageing: every so many decisions, the oldest late request goes first.
-        patience: decode steps in a row without prefill, at most, while a prompt waits.
+        patience: maximum decode steps in a row without prefill while a prompt waits.
         burst: tokens by which tenants may differ before those ahead go after the others.
 
     Raises:
@@ -170,11 +176,11 @@ class Scheduler:
         self._without = 0  # steps in a row without prefill while a prompt waits
 
     def chunk(self, now_s: float, prefill: Sequence[Work], decode: Sequence[Work]) -> list[tuple[Work, int]]:
-        """Return which prompts get how many segments in this step, the most urgent first.
+        """Return the prompts to compute in this step, each with its number of segments, the most urgent first.
 
-        The sum is at most max(sizes), and one of `sizes` if there is so much left to compute. Without decoding rows, it
-        is as large as it can be. With them, it is what `step_s` allows: possibly nothing, but never more than
-        `patience` times in a row.
+        All segments together are one of `sizes`, or fewer if less is left to compute. Without decoding rows, they are
+        as many as possible. With them, they are as many as `step_s` allows: possibly none, but at most `patience` times
+        in a row.
         """
         self._see("chunk", (*prefill, *decode))
         if not prefill:
@@ -216,7 +222,9 @@ class Scheduler:
         return found
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """Return who gives way when pages run out: the latest deadline, but not the oldest unless it is alone.
+        """Return the request that gives way when pages run out: the one with the latest deadline.
+
+        The oldest request gives way only if it is alone.
 
         Raises:
             ValueError: nothing runs.
@@ -272,7 +280,7 @@ class Scheduler:
         """Split requests into those that can be in time, by deadline, and late ones, by arrival (Moore and Hodgson).
 
         Returns:
-            both lists, and when the prompts of the first end if they start at `ends_s`.
+            both lists, and the time at which the prompts of the first list end if they start at `ends_s`.
         """
         chosen: list[tuple[float, int, Work]] = []  # the longest first
         late: list[Work] = []

@@ -1,4 +1,4 @@
-"""Pages of the prefix cache on disk: what does not fit in memory, and what should survive a restart.
+"""Keep pages of the prefix cache on disk when memory runs out, and across restarts.
 
     folder/<digest of the salt>/<hash of the page>
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
 LENGTH_BYTES = 8
 ALIGNMENT = 16
-"""Bytes. Each array starts at a multiple, as NumPy reads no item across such a boundary without a copy."""
+"""Bytes. Each array starts at a multiple of this, so that NumPy can read it without a copy."""
 SLACK = 16
-"""A full folder shrinks to 1 - 1/SLACK of its limit, so that one look at all files makes room for several pages."""
+"""A full folder shrinks to 1 - 1/SLACK of its limit, so that one scan of all files makes room for several pages."""
 NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,8 +41,8 @@ class Spill:
     """Pages on disk by hash, for one salt.
 
     The folder's limit holds for all salts together: the files least recently saved or loaded go first, whatever model
-    they belong to. Several processes may use one folder; each notices the files of others after writing 1/16 of the
-    limit, by which it may exceed it. After the constructor no method raises a system error.
+    they belong to. Several processes may use one folder. Each notices the files of others only after it has written
+    1/16 of the limit, so each may exceed the limit by this much. After the constructor no method raises a system error.
 
     Save a page when it leaves the memory, children before parents (`Prefix(on_evict=...)`): parents are then newer and
     outlive their children, without which they are still useful.
@@ -50,7 +50,7 @@ class Spill:
     Args:
         folder: folder for all salts; made if missing. Files in it that are not pages stay.
         salt: the salt of the prefix cache.
-        limit_bytes: bytes of all files.
+        limit_bytes: maximum bytes of all files together.
 
     Raises:
         ValueError: the salt is empty or the limit is not positive.
@@ -76,7 +76,7 @@ class Spill:
         return self._path(hash).is_file()
 
     def save(self, hash: bytes, arrays: Sequence[np.ndarray]) -> bool:
-        """Write a page unless a file holds it, and return whether one does now. A full disk logs a warning.
+        """Write a page unless a file holds it already; return whether a file holds it now. Log a failure to write.
 
         Raises:
             ValueError: an array holds objects, records or texts, or numbers in another byte order.
@@ -131,7 +131,7 @@ class Spill:
         return _checksum(self._key, hash, body)
 
     def _touch(self, path: Path) -> bool:
-        """Make a file the newest, and return whether it exists. The clock is finer than the file system's own."""
+        """Make a file the newest, by a clock that is finer than the file system's; return whether the file exists."""
         now = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
@@ -186,7 +186,7 @@ def _checksum(key: bytes, hash: bytes, body: bytes | memoryview) -> bytes:
 
 
 def _encode(arrays: Sequence[np.ndarray]) -> bytes:
-    """Return the length of the header, the header [[dtype, shape], ...] as JSON, and the arrays' bytes in C order."""
+    """Encode arrays: the length of the header, the header [[dtype, shape], ...] as JSON, and the bytes in C order."""
     for array in arrays:
         if array.dtype.hasobject or not array.dtype.isbuiltin:
             raise ValueError(

@@ -3,7 +3,8 @@
 By heads, every device computes all rows with its part of the weights, and each layer adds up the activations twice (two
 all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from all devices;
 only queries, keys, values and outputs move between devices, from rows to heads and back. The cache thus stays split by
-heads, as decode needs it. Bytes that one of n devices sends per layer, for T rows and numbers of b bytes:
+heads, as decode needs it. Bytes that one of n devices sends per layer, for T rows of D numbers of b bytes, N query
+heads, K KV heads and head dim H:
 
     by heads  4 (n - 1) / n * T * D * b
     by rows   (n - 1) / n * (weights of a layer + T / n * 2 (N + K) H b).
@@ -62,15 +63,15 @@ class Sharing:
         return int(fixed // saved) + 1 if saved > 0 else None
 
     def by_rows(self, batch: int, rows: int) -> bool:
-        """Decide how to share a chunk with `rows` rows per sequence: True is by rows, False by heads.
+        """Return whether the devices share a chunk with `rows` rows per sequence by rows; if not, they share by heads.
 
-        It is shared by rows if that sends fewer bytes and the number of devices divides `rows`.
+        They share by rows if that sends fewer bytes and the number of devices divides `rows`.
         """
         least = self.break_even
         return least is not None and batch * rows >= least and rows % self.devices == 0
 
     def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
-        """Return the longest chunk that a prefill can share by rows, in rows per sequence; None to share by heads.
+        """Return the rows per sequence of the longest chunk; None if the devices should share that chunk by heads.
 
         The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`. One
         device gets at most `rows_per_device` rows, all sequences together.
@@ -85,7 +86,7 @@ class Sharing:
         """Say in one sentence how a chunk of `rows` rows per sequence is shared, and why; see `by_rows`."""
         least, count = self.break_even, batch * rows
         if least is None:
-            return "prefill chunks are shared by heads: by rows they would send more bytes, whatever their length"
+            return "prefill chunks are shared by heads: by rows, a device would send more bytes, whatever their length"
         sent, how = self.sent(count), "rows" if self.by_rows(batch, rows) else "heads"
         said = (
             f"a prefill chunk of {count:,} rows is shared by {how}: a device sends {format_bytes(sent.by_heads)} per "

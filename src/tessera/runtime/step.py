@@ -90,7 +90,7 @@ def prefill_chunk(
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
     For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument `last_BD` is
-    not donated: after dispatching this chunk, the host waits for it, and so for the chunk before (`Prefill.advance`).
+    not donated: the host waits for it after dispatching this chunk, to know that the chunk before has ended.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -219,7 +219,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA shifts a write past the end."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding: XLA shifts writes past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
@@ -335,7 +335,7 @@ class Prefill:
     """A prefill of a session's whole batch, which runs chunk by chunk.
 
     Attributes:
-        position: the device has computed every row before this position.
+        position: position before which the device has computed every row.
 
     Args:
         session: session whose cache is large enough for the prompts; see `Session.reserve`.
@@ -428,7 +428,7 @@ def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
 def require_room(
     params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int, cache: str | None = None
 ) -> None:
-    """Raise MemoryError unless every device has room for the cache and for one chunk of a prompt of `num_tokens`."""
+    """Raise MemoryError if a device lacks room for the cache and for one chunk of a prompt of `num_tokens` tokens."""
     mesh, devices = mesh_of(params), local_devices(params)
     parts, stripes = num_head_parts(mesh), num_stripes(mesh)
     sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "cache": cache}

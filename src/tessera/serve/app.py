@@ -212,7 +212,8 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
         return None
     if site.grammars is None:
         raise Refusal(
-            400, f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and calls need: ask for text"
+            400,
+            f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and tool calls need: ask for text",
         )
     try:
         return await asyncio.to_thread(site.grammars.json, schema)
@@ -227,7 +228,9 @@ def requests_of(
     guide: Callable[[], Guide] | None = None,
     tenant: str = "",
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...; s is the body's or random.
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...
+
+    s is the body's seed; if the body has none, s is random.
 
     Raises:
         Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.

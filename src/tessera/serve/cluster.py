@@ -4,8 +4,9 @@ Ray places the processes, gives each its chips, and reports their end. Requests 
 the server of `tessera serve` on a free port, and the front speaks HTTP with it. Ray Serve is not used: its proxy would
 be a second front, which knows neither the keys and deadlines of `front` nor which prompts share pages.
 
-Without RAY_ADDRESS, Ray runs in processes below this one and ends with it. With it ("auto" on a cluster's machine),
-replicas are spread over the cluster, whose machines need the same Python environment and the model at the same path.
+Without RAY_ADDRESS, Ray runs in child processes of the server and ends with it. With RAY_ADDRESS ("auto" on a
+machine of the cluster), replicas are spread over the cluster. Its machines need the same Python environment, and the
+model at the same path.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class Actor:
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
         """Load a model, serve it on a free port of `host` on a thread, and return the URL.
 
-        The server accepts the clients' `keys`, which tell its tenants apart, and the front's `own`.
+        The server accepts the clients' `keys`, each of which is a tenant, and `own`, the front's key.
 
         Raises:
             ValueError, MemoryError, OSError: the model cannot be served.
@@ -94,23 +95,26 @@ class Cluster:
             raise error.cause from None
 
     async def stop(self, index: int) -> None:
-        """End the process of replica `index`, if there is one, at once."""
+        """End the process of replica `index` at once, if it has one."""
         if (actor := self._actors.pop(index, None)) is not None:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End all processes at once, from any thread."""
+        """End all processes of replicas at once; any thread may call this."""
         while self._actors:
             self._ray.kill(self._actors.popitem()[1])
 
     def shut_down(self) -> None:
-        """End all processes, Ray's too, or leave the cluster."""
+        """End all processes of replicas, then end the Ray that `join` started, or leave the cluster."""
         self.close()
         self._ray.shutdown()
 
 
 def join() -> str:
-    """Join the cluster that RAY_ADDRESS names, or start Ray here; return the host for replicas, "" for their machine's.
+    """Join the cluster that RAY_ADDRESS names, or start Ray here.
+
+    Returns:
+        the address at which replicas listen; "" if each listens at the address of its own machine.
 
     Raises:
         OSError: there is no cluster at this address.
@@ -136,7 +140,7 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
     Args:
         nodes: the machines, as `ray.nodes` lists them.
         count: number of replicas.
-        chips: chips of each, all in one machine.
+        chips: chips per replica, all in one machine.
 
     Raises:
         ValueError: the machines have too few chips.
@@ -150,7 +154,7 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
         held = ", ".join(str(int(resources.get(kind, 0))) for resources in present)
         raise ValueError(
             f"--replicas {count} with {chips} chips each needs {count * chips} chips, but the machines have {held} "
-            f"{kind}s, room for {room}: name fewer --replicas, or a smaller --mesh"
+            f"{kind}s, enough for {room} replicas: name fewer --replicas, or a smaller --mesh"
         )
     return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
 
@@ -170,10 +174,10 @@ def run(
 
     Args:
         launcher: starts and ends the replicas' processes.
-        tokenizer: the model's; None sends texts to any replica.
+        tokenizer: the model's tokenizer; with None, a text prompt goes to any replica.
         name: the model's name in the log.
         count: number of replicas.
-        margin: see `routing.choose`.
+        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
         bound: the socket.
 
     Raises:

@@ -20,13 +20,13 @@ BODY_S = 30.0
 MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
 DISCARD_S = 1.0
-"""Maximum seconds for which the server reads on after it has refused a body as too large."""
+"""Maximum seconds for which the server goes on reading a body that it has refused as too large."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""Paths that need no API key: the page, which asks for it, and health probes. Their responses reveal nothing about
-requests."""
+"""Paths that need no API key: health probes, and the page, which asks its user for the key. Their responses reveal
+nothing about requests."""
 
 TENANT = "tessera.tenant"
-"""Name under which a request's scope has its tenant."""
+"""Key of a request's ASGI scope that holds the tenant."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -86,7 +86,7 @@ class Front:
 
 
 def tenant_of(key: str) -> str:
-    """Return the tenant of an API key: a name that tells nothing about the key."""
+    """Return the tenant of an API key: a name that does not reveal the key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -112,8 +112,11 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on for a short time. If the server closed while the client still sends, TCP would reset the connection and
-    the client would lose the response."""
+    """Read the rest of a body for at most DISCARD_S seconds.
+
+    If the server closed while the client still sends, TCP would reset the connection and the client would lose the
+    response.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             while (await receive()).get("more_body"):

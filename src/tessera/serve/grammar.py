@@ -1,4 +1,4 @@
-"""Answers that are JSON of a given schema: llguidance says which tokens may come next.
+"""Restrict answers to JSON that follows a given schema: llguidance says which tokens may come next.
 
 Limits bound the time that a client's schema may cost. A grammar that exceeds them fails only its own request.
 """
@@ -43,7 +43,9 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def json(self, schema: Mapping[str, Any]) -> Callable[[], Guide]:
-        """Return a function that makes a guide to JSON of the schema; the schema {"type": "object"} allows any object.
+        """Return a function that makes a guide for one answer, which then follows the schema.
+
+        The schema {"type": "object"} allows any object.
 
         Raises:
             ValueError: the schema is wrong, unsupported or too large.
@@ -59,7 +61,7 @@ class Grammars:
 
 
 class Following:
-    """Guide (`requests.Guide`) that allows only tokens that continue a text of the grammar."""
+    """Guide (`requests.Guide`) that allows only tokens with which the answer still follows the grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher

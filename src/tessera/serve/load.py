@@ -3,8 +3,8 @@
 Arrivals are a Poisson process (open loop): a slow server does not slow the clients down, so queueing shows. Latencies
 are taken between pieces of text, as a user sees them:
 
-    ttft        first piece - request sent
-    itl         piece - the piece before it
+    ttft        time of the first piece - time when the request was sent
+    itl         time of a piece - time of the piece before it
     goodput     complete requests per second whose ttft and largest itl are within the given limits
 """
 

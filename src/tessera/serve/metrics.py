@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names where vLLM has one."""
+"""Prometheus metrics; a metric that vLLM has too bears vLLM's name."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -20,8 +20,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._gave_way = 0
         with_registry = {"registry": self.registry}
-        self._running = Gauge("vllm:num_requests_running", "Requests in the engine.", **with_registry)
-        self._waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the engine.", **with_registry)
+        self._running = Gauge("vllm:num_requests_running", "Requests that run.", **with_registry)
+        self._waiting = Gauge("vllm:num_requests_waiting", "Requests that wait to run.", **with_registry)
         self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of complete requests.", **with_registry)
         self._cached = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", **with_registry)
         self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
@@ -55,7 +55,7 @@ class Metrics:
         self._waiting.set(waiting)
 
     def pool(self, state: PoolState) -> None:
-        """Set how full the pool is, and count requests that gave way."""
+        """Set how full the pool is, and count the requests that have lost their pages to others since the last call."""
         self._usage.set(state.usage)
         self._kept.set(state.cached)
         self._preempted.inc(max(0, state.preempted - self._gave_way))  # a new engine counts from 0

@@ -33,6 +33,6 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return the source expression that allows the page's only inline element of a kind."""
+    """Return the policy's source expression that allows the page's only inline element `tag`."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"

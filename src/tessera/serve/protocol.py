@@ -23,8 +23,8 @@ MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHAT_TOKENS = 512
-"""New tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
-keeps short chats dense: the new tokens that a request may have count towards a plan's cross-over."""
+"""Maximum new tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
+keeps short chats dense: a plan's cross-over counts the new tokens that a request may have."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
@@ -51,7 +51,7 @@ class JsonSchema(Schema):
 
 
 class ResponseFormat(Schema):
-    """What an answer must be: any text, any JSON object, or JSON of a schema."""
+    """The form that an answer must have: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -61,7 +61,8 @@ class ResponseFormat(Schema):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise Refusal(
                 400,
-                f"response_format.type={self.type}: the type json_schema needs a field json_schema, no other takes one",
+                f"response_format.type={self.type}: the type json_schema needs a field json_schema, and no other type "
+                "takes one",
                 param="response_format",
             )
         if self.type == "text":
@@ -151,14 +152,14 @@ class CompletionBody(SamplingFields):
     def limit(self) -> int:
         """Maximum number of new tokens; with `echo`, it may be 0."""
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal(400, "max_tokens=0: must be at least 1; 0 needs echo=true", param="max_tokens")
+            raise Refusal(400, "max_tokens=0 must be at least 1, or come with echo=true", param="max_tokens")
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def echoes(self) -> bool:
         """Whether the answer repeats the prompt first, with its probabilities if `logprobs` asks for them."""
         if self.echo and self.stream:
-            raise Refusal(400, "echo=true: a stream repeats no prompt; set stream=false", param="echo")
+            raise Refusal(400, "echo=true: a stream cannot repeat the prompt; set stream=false", param="echo")
         return bool(self.echo)
 
     @property

@@ -1,7 +1,7 @@
 """The front of several replicas: an ASGI application that passes each request to one of them, and its answer back.
 
-A request that no client has seen a byte of an answer to is tried on another replica if its own is lost, full or still
-warming up. A stream that has begun ends with an error event instead: its client already has part of the answer.
+If a replica is lost, full or still warming up, the front sends the request to another one. A stream that has begun ends
+with an error event instead, because its client already has part of the answer.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from tessera.serve.routing import choose, first_page
 from tessera.serve.summed import summed
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
-"""Routes that a key chooses a replica for, with their bodies; any replica answers the others."""
+"""Route -> body, for the routes whose prompt decides which replica answers; any replica answers the other routes."""
 OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "x-request-id"})
 """Headers of a replica's answer that the front sets itself."""
 BUSY = (429, 503)
-"""Statuses of a replica that has not begun a request: another may have room."""
+"""Statuses with which a replica declines a request; another replica may have room."""
 
 
 class Relay:
@@ -32,8 +32,8 @@ class Relay:
 
     Args:
         replicas: the replicas.
-        tokenizer: the model's tokenizer, for routing keys; None sends texts to any replica.
-        margin: see `routing.choose`.
+        tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
+        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
@@ -41,7 +41,7 @@ class Relay:
         self._encoding = asyncio.Lock()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request whose body is one message (see `Front`); stop at once if its client goes away."""
+        """Answer a request whose body is one message (see `Front`); stop at once if its client disconnects."""
         body, complete = (await receive()).get("body", b""), False
 
         async def passed(message: Message) -> None:
@@ -91,7 +91,7 @@ class Relay:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Message, body: bytes, send: Send) -> Response | None:
-        """Let replicas answer, one after the other until one has room; return None if the answer has been passed on."""
+        """Ask one replica after the other until one has room; return its answer, or None if it was streamed."""
         if self.replicas.draining and scope["method"] == "POST":
             raise Refusal(503, "the server is shutting down", retry_s=30)
         key = await self._key(scope, body)
@@ -119,7 +119,7 @@ class Relay:
             return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer, scope[TENANT]))
 
     def _key_of(self, scope: Message) -> dict[str, str]:
-        """Return the header with the client's API key, if clients have any: the replica tells tenants apart by it."""
+        """Return the header with the client's API key, by which the replica knows the tenant; {} without API keys."""
         given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         return {"Authorization": given} if self.replicas.launcher.keys and given else {}
 

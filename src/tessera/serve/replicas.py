@@ -1,7 +1,7 @@
 """Keep N replicas running: start them, watch their health, replace lost ones, restart them one after the other.
 
 A replica is a whole server (`server.run`) in another process, perhaps on another machine. A `Launcher` starts and ends
-these processes; `cluster` has the one that uses Ray. One task per replica runs this circle:
+these processes; `cluster` has the one that uses Ray. One task per replica runs this cycle:
 
     start -> warm (/ready) -> watched (/health each second) -> lost or retired -> stop -> start
 """
@@ -20,21 +20,21 @@ from tessera.serve.server import DRAIN_S, HEADER_S
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 1.0
-"""Seconds between two looks at a replica's health."""
+"""Seconds between two health checks of a replica."""
 ANSWER_S = 10.0
-"""Seconds that one look may take, on a machine whose cores are all busy."""
+"""Maximum seconds of a health check; generous, because all cores of the replica's machine may be busy."""
 MISSES = 3
-"""Looks in a row without an answer after which a replica is lost. A refused connection counts for all of them."""
+"""Health checks in a row without an answer after which a replica is lost. One failed connection is enough."""
 PAUSES_S = (1.0, 60.0)
-"""Seconds before a lost replica is started again: the first time, and at most; each failure doubles them."""
+"""Least and most seconds before a lost replica is started again; each failure doubles the pause."""
 
 
 class Launcher(Protocol):
     """Starts and ends the processes of replicas.
 
     Attributes:
-        keys: API keys of clients, which replicas accept too, because each is a tenant; none if all are accepted.
-        key: API key of the front.
+        keys: API keys of clients; empty if every request is accepted. Replicas accept them too: each key is a tenant.
+        key: API key that the front sends to replicas.
     """
 
     keys: tuple[str, ...]
@@ -49,10 +49,10 @@ class Launcher(Protocol):
         """
 
     async def stop(self, index: int) -> None:
-        """End the process of replica `index`, if there is one, at once."""
+        """End the process of replica `index` at once, if it has one."""
 
     def close(self) -> None:
-        """End all processes at once, from any thread."""
+        """End all processes at once; any thread may call this."""
 
 
 class Lost(Exception):
@@ -60,15 +60,15 @@ class Lost(Exception):
 
 
 class Replica:
-    """One place for a process, which a lost or retired process leaves to the next.
+    """A replica. Its process changes: a new one replaces a process that is lost or retired.
 
     Attributes:
         index: number of the replica, from 0.
         url: address of its server.
         ready: whether it takes requests.
-        open: requests that it has not answered.
-        starts: times that it became ready.
-        retire: set to restart it once its open requests have ended.
+        open: number of requests that it has not answered.
+        starts: how often it became ready.
+        retire: event that asks for a restart once the open requests have ended.
     """
 
     def __init__(self, index: int):
@@ -104,7 +104,7 @@ class Replica:
 
 
 class Replicas:
-    """N replicas behind one server; the server's `Work`.
+    """N replicas behind one front: the `Work` of the front's server.
 
     Args:
         launcher: starts and ends processes.
@@ -112,9 +112,9 @@ class Replicas:
 
     Attributes:
         all: the replicas.
-        open: requests that have no answer yet, with or without a replica.
-        retried: requests that were sent to another replica because the first was lost.
-        lost: replicas that ended without being asked to.
+        open: number of requests that have no answer yet, with or without a replica.
+        retried: number of requests that were sent to another replica because the first was lost.
+        lost: number of replicas that ended without being asked to.
     """
 
     def __init__(self, launcher: Launcher, count: int):
@@ -133,7 +133,7 @@ class Replicas:
 
     @property
     def alive(self) -> bool:
-        """Whether replicas are kept running; False once the first start of one has failed."""
+        """Whether every replica is kept running; False once one has failed at its first start."""
         return not any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
 
     @property
@@ -155,7 +155,7 @@ class Replicas:
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.all]
 
     async def end(self) -> None:
-        """Stop watching; raise the error that ended a watch, if any."""
+        """Stop watching the replicas; raise the error of one that failed at its first start, if any."""
         for task in self._tasks:
             task.cancel()
         found = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,7 +174,10 @@ class Replicas:
         self.launcher.close()
 
     def roll(self) -> None:
-        """Restart the replicas one after the other, each after its open requests; do nothing while this happens."""
+        """Restart the replicas one after the other, each once its open requests have ended.
+
+        Do nothing if such a restart is under way.
+        """
         if self._rolling is None or self._rolling.done():
             self._rolling = asyncio.create_task(self._roll())
 
@@ -187,7 +190,7 @@ class Replicas:
         logger.info("all %d replicas have been restarted", len(self.all))
 
     async def _keep(self, replica: Replica) -> None:
-        """Run one replica's circle until the task is cancelled; raise the error of a first start that fails."""
+        """Run one replica's cycle until the task is cancelled; raise the error of a first start that fails."""
         pause = PAUSES_S[0]
         while True:
             replica.retire.clear()
@@ -219,7 +222,7 @@ class Replicas:
             await asyncio.sleep(HEALTH_S / 5)
 
     async def _retired(self, replica: Replica) -> None:
-        """Watch a replica until it is to retire and its open requests have ended; raise Lost if it ends before."""
+        """Watch a replica until it is asked to retire and its open requests have ended; raise Lost if it ends first."""
         misses = 0
         while not replica.retire.is_set():
             with suppress(TimeoutError):
@@ -227,14 +230,16 @@ class Replicas:
             status = await self._status(replica, "/health")
             misses = 0 if status == 200 else misses + 1
             if misses == MISSES or status == 500:
-                raise Lost(f"no answer in {MISSES} looks" if status is None else f"its engine has ended: {status}")
+                raise Lost(
+                    f"no answer to {MISSES} health checks" if status is None else f"its engine has ended: {status}"
+                )
         replica.ready = False
         deadline = time.monotonic() + DRAIN_S
         while replica.open and time.monotonic() < deadline:
             await asyncio.sleep(HEALTH_S / 20)
 
     async def _status(self, replica: Replica, path: str) -> int | None:
-        """Return the status of a GET, None without an answer in time; raise Lost if the connection fails."""
+        """Return the status of a GET, or None if no answer comes in time; raise Lost if the connection fails."""
         try:
             return (await self.client.get(replica.url + path, timeout=ANSWER_S)).status_code
         except httpx2.TimeoutException:

@@ -45,7 +45,7 @@ class Reply:
     def piece(
         self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
     ) -> dict[str, Any]:
-        """Build a stream's event: new text, the reason of the end (`finish`), or a token with its probability."""
+        """Build a stream's event: new text, the reason for the end (`finish`), or a token with its probability."""
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         said = {"delta": delta} if self.chat else {"text": text}
         logprobs = self._logprobs(None if token is None else [token])

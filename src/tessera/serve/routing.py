@@ -2,7 +2,7 @@
 
     key       = blake2b(tenant | tokens of the first page)
     preferred = the replica with the largest blake2b(key | its number): if one is lost, only its prompts move
-    fallback  = the less busy of two at random, if the preferred has over `margin` more open requests than that one
+    fallback  = the less busy of two random replicas, if the preferred one has over `margin` more open requests
 
 Sources: rendezvous hashing (Thaler and Ravishankar 1998); the power of two choices (Mitzenmacher 2001).
 """
@@ -25,7 +25,7 @@ CHARACTERS = 2048
 
 
 class Choice(Protocol):
-    """A replica, as far as its choice goes."""
+    """The fields of a replica on which its choice depends."""
 
     index: int
     open: int

@@ -29,7 +29,7 @@ DRAIN_S = 30.0
 
 
 class Work(Protocol):
-    """What a server answers with: one engine's service, or the replicas behind a front.
+    """The part of a server that computes answers: the service of one engine, or the replicas behind a front.
 
     Attributes:
         draining: whether new requests are refused.
@@ -109,11 +109,11 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._end)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must stop: uvicorn says so, or the engine's thread has ended."""
+        """Return whether the server must stop, because uvicorn says so or the service can answer no more."""
         return await super().on_tick(counter) or not self.service.alive
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; end the engine's thread after the last response."""
+        """Serve until a signal; stop the service after the last response."""
         self._loop = asyncio.get_running_loop()
         try:
             await super().serve(sockets)
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; raise OSError, which names the address, if it cannot be bound."""
+    """Return a socket bound to this address; if that fails, raise an OSError that names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,7 +148,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) -> uvicorn.Config:
-    """Return uvicorn's configuration; `keys` are the accepted API keys; without keys, accept every request."""
+    """Return uvicorn's configuration; `keys` are the accepted API keys. Without keys, every request is accepted."""
     return uvicorn.Config(
         Front(app, keys),
         http=Deadlines,
@@ -172,7 +172,7 @@ def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
 
 
 def take_signals(server: Server) -> None:
-    """Let SIGINT and SIGTERM end the server, before it runs too."""
+    """Make SIGINT and SIGTERM end the server, even before it runs."""
     interrupt.release()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)

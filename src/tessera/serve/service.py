@@ -104,7 +104,7 @@ class Service:
                 raise Refusal(400, f"{len(requests)} answers are more than the {self.room} that this server can hold")
             if self.open + len(requests) > self.room:
                 raise Refusal(
-                    429, f"the server has {self.open} requests of at most {self.room}: try again", retry_s=RETRY_S
+                    429, f"the server holds {self.open} of {self.room} requests: try again later", retry_s=RETRY_S
                 )
             now_s = time.perf_counter()
             jobs = [Job(request, deliver, now_s) for request, deliver in requests]
@@ -113,7 +113,7 @@ class Service:
         return jobs
 
     def policy_of(self, request: Request) -> str:
-        """Name the policy under which a request's last row would run."""
+        """Return the name of the policy under which a request's last token would run."""
         return self._engine.policy_of(len(request.prompt) + request.max_new_tokens - 1).name
 
     def cancel(self, job: Job) -> None:
@@ -208,7 +208,7 @@ class Service:
             job.deliver(event)
 
     def _recover(self, error: Exception) -> None:
-        logger.exception("a step failed: its requests end, and a new engine takes the next")
+        logger.exception("a step failed: all open requests fail, and a new engine takes later ones")
         self._fail_all(error)
         self.metrics.restarted()
         self._engine = self._build()

@@ -1,5 +1,4 @@
-"""The metrics of several replicas as one server's: counters, histograms and gauges are sums; shares and predicted step
-times are means."""
+"""Merge the metrics of several replicas: sum counters and histograms; sum gauges, or average them (`MEANS`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,9 +8,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 MEANS = ("_perc", "step_cost_seconds", "step_limit_seconds")
-"""Ends of the names of gauges whose mean counts, not their sum."""
+"""Ends of the names of gauges that are averaged; all other gauges are summed."""
 CREATED = "_created"
-"""End of the names of times at which counters began; their sum means nothing."""
+"""End of the names of metrics that hold the time at which a counter began. A sum of times means nothing."""
 
 
 def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Tool calls: what a chat template gets, the grammar of a forced call, and calls found in an answer.
+"""Tool calls: describe tools to a model, give the schema of a forced call, and find the calls in an answer.
 
 A call is written in the form that Qwen's and Hermes' templates teach, one JSON object between two marks:
 
@@ -118,7 +118,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 def safe_end(text: str) -> int:
     """Return how many characters of a growing answer cannot be part of a call.
 
-    They end before <tool_call>, or before a last part that further text may complete to <tool_call>.
+    They end before <tool_call>, or before an incomplete <tool_call> at the end of the text.
     """
     at = text.find(OPEN)
     if at >= 0:

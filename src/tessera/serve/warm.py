@@ -29,13 +29,13 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Sampling parameters whose mixtures, one per batch, together need every sampling program."""
+"""Sampling parameters that, alone and mixed in one batch, need every sampling program."""
 SIZES = {"cpu": (64, 64, (256,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
-"""By platform: positions per page, positions at whose multiples prefills start, and rows of the larger prefills."""
+"""Platform -> positions per page, the unit (prefills start at its multiples), and rows of the larger prefills."""
 SHARE = {True: 0.25, False: 0.8}
-"""Share of the free memory that a pool takes, on a CPU, whose memory others use too, and elsewhere."""
+"""Whether the device is a CPU -> share of the free memory that a pool takes. Other programs use a CPU's memory too."""
 BATCHES = (4, 16, 64)
-"""Rows of decode programs, besides one row and all."""
+"""Rows of decode programs, besides one row and all slots."""
 
 
 def context_that_fits(model: Model, wanted: int | None) -> int:
@@ -108,7 +108,9 @@ def grammars_for(model: Model) -> Grammars | None:
 
 
 def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
-    """Read the prefixes to keep: a text, or, if the name ends in .json, an object with "messages".
+    """Read the prefixes whose keys stay in the cache: a file is a text, or, if it is .json, an object with "messages".
+
+    Return the token ids of each.
 
     Raises:
         ValueError: a file is neither, or its text is too long or empty.

@@ -1,1 +1,1 @@
-"""Training of the demo model: data, recipes, the loop."""
+"""Train a model on one device or a mesh: data, recipes, the loop, checkpoints."""

@@ -2,8 +2,8 @@
 
 One process writes checkpoint-<step>.safetensors, N processes write checkpoint-<step>-<i>-of-<N>.safetensors. A tensor's
 name is its path in the state; a part of a tensor adds its bounds, as in ".params.embed @ 0:264,64:128". Each file
-appears whole or not at all, and a checkpoint counts once all its files are there. A kill during a save, of one process
-or of all, thus leaves the checkpoint before it as the newest.
+appears whole or not at all, and a checkpoint counts once all its files are there. If a process is killed during a save,
+the previous checkpoint is therefore still the newest.
 """
 
 import re
@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep`.
+    """Write this process's file of a checkpoint, whole or not at all; process 0 keeps only the last `keep` checkpoints.
 
     Returns:
         the file.
@@ -97,7 +97,7 @@ def remove_incomplete(folder: Path) -> None:
 def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
     """Load the state of a checkpoint on a mesh, which need not be the one that wrote it.
 
-    Each process reads what its devices hold.
+    Each process reads only the parts that its devices hold.
 
     Raises:
         ValueError: the checkpoint is damaged or belongs to another recipe.
@@ -139,7 +139,7 @@ def _load(found: Checkpoint, recipe: Recipe, make: Callable[..., Any], marks: St
 
 
 class Damaged(Exception):
-    """A checkpoint's file lacks what it should hold."""
+    """A checkpoint's files lack values of a tensor, or hold them in another dtype or shape."""
 
 
 def _held(state: State) -> Iterator[tuple[str, jax.Array]]:

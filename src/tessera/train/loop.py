@@ -308,7 +308,7 @@ def check_room(recipe: Recipe, mesh: Mesh) -> None:
 
 
 def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int, mesh: Mesh) -> tuple[State, dict[str, Any]]:
-    """Build the batch of a step, update, and return the new state and the log record."""
+    """Run one step on its batch, and return the new state and the log record."""
     stage, _ = recipe.stage_at(step)
     began = time.perf_counter()
     batch = data.make_batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)

@@ -39,7 +39,9 @@ def open_log(path: Path, step: int):
     """
     lines = read_losses(path)
     if len(lines) < step:
-        raise ValueError(f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore it or use a new folder")
+        raise ValueError(
+            f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore the log or use a new folder"
+        )
     kept = "".join(json.dumps(line) + "\n" for line in lines[:step])
     write_whole(path, lambda temporary: write_text(temporary, kept))
     return open(path, "a", encoding="utf-8", buffering=1)

@@ -56,7 +56,10 @@ def parse(text: str) -> MeshShape:
 
 
 def check(shape: MeshShape, recipe: Recipe, num_devices: int, num_processes: int = 1) -> None:
-    """Raise ValueError unless this many devices, in all processes, can train a recipe on the mesh."""
+    """Raise ValueError if the mesh cannot split the recipe's model, share its batches, or fit the devices.
+
+    `num_devices` counts the devices of all processes.
+    """
     split = _split_sizes(recipe.config)
     count = shape.data * shape.shard
     for name, size in split.items():
@@ -72,7 +75,7 @@ def check(shape: MeshShape, recipe: Recipe, num_devices: int, num_processes: int
                 f"that is a multiple of {count * stage.accumulate}, or fewer devices"
             )
     if count > num_devices:
-        raise ValueError(f"{shape} needs {count} devices, but JAX finds {num_devices}: use fewer")
+        raise ValueError(f"{shape} needs {count} devices, but JAX finds {num_devices}: name a smaller mesh")
     if num_processes > 1 and count < num_devices:
         raise ValueError(
             f"{shape} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: use "
@@ -163,7 +166,7 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes unless each sees process 0's folder, which checkpoints need."""
+    """Raise ValueError in all processes if one of them does not see process 0's folder: all write checkpoints there."""
     if jax.process_count() == 1:
         return
     mark = folder / f".shared.{os.getpid()}{TEMPORARY}"

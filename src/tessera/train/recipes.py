@@ -19,7 +19,7 @@ class Stage:
     Attributes:
         length: tokens predicted per sequence.
         batch: sequences per step.
-        steps: updates.
+        steps: number of updates.
         mixture: kinds of example (data.KINDS) and their shares.
         rate: learning rate at the first step; it changes linearly to `last_rate`, or stays constant if that is None.
         accumulate: number of slices of a batch, which run one after another to bound memory.
@@ -57,14 +57,15 @@ class Recipe:
     Attributes:
         name: label for people.
         config: the model.
-        stages: run in order.
+        stages: the stages, in the order in which they run.
         seed: seed of the weights and of every batch.
         warmup: steps over which the learning rate rises from zero.
         clip: maximum global norm of the gradient.
         weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: whether two heads of layer 0 start out favouring one and two positions back (`state.look_back`).
+        look_back: whether two heads of layer 0 start out attending mostly to the tokens one and two positions back
+            (`state.look_back`).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
@@ -186,7 +187,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""The shipped model: it first learns to copy at 24 tokens; then lengths grow to the whole context."""
+"""Recipe of the shipped model, which first learns to copy 24 tokens; then the length grows to the whole context."""
 
 TINY = Recipe(
     name="tiny",
@@ -206,7 +207,7 @@ TINY = Recipe(
     ),
     warmup=5,
 )
-"""A run of a few seconds that exercises everything."""
+"""Recipe of a run of a few seconds, with two stages, accumulation and a falling learning rate."""
 
 RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}
 

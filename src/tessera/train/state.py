@@ -71,7 +71,10 @@ def _begin(params: Params, recipe: Recipe) -> State:
 
 
 def shardings(recipe: Recipe, mesh: Mesh) -> State:
-    """Return the sharding of each array of the state: a moment is split as its weight is; all devices hold the step."""
+    """Return the sharding of each array of the state.
+
+    A moment is split as its weight is. All devices hold the optimizer's step count.
+    """
     params = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(recipe.config, mesh, dtype=jnp.float32))
     moments = jax.eval_shape(partial(init_state, replace(recipe, base=None))).optimizer
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -82,8 +85,9 @@ def shardings(recipe: Recipe, mesh: Mesh) -> State:
 
 
 def look_back(params: Params, config: ModelConfig) -> Params:
-    """Initialise query heads 0 and 1 of layer 0 to favour one and two positions back (head 0 only, if G = 1).
+    """Initialise query heads 0 and 1 of layer 0 to attend mostly to the tokens one and two positions back.
 
+    If each KV head has only one query head, only head 0 is initialised so.
     A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
     they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i
     cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying circuit, the

@@ -3,7 +3,7 @@
 `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
 with ptxas, under a time limit, and reads the compiler's report on every kernel; `Compiler` does so for one program
 after another. Both need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm), but no driver and no GPU. A
-compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out.
+compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out.
 """
 
 import re

@@ -1,8 +1,9 @@
-"""Gates of a Hopper kernel that need no GPU: what its machine code must contain, and what it must not.
+"""The gates: conditions on the machine code of a Hopper kernel, to be checked without a GPU.
 
-A call passes if it compiles, its kernels spill nothing, touch no local memory and fit the shared memory of a thread
-block, and one of them multiplies on the tensor cores (HGMMA) and loads by the copy engine (UTMALDG) or 16 bytes per
-thread (LDGSTS.128). A kernel with LDGSTS copies must also group them and wait for them (LDGDEPBAR, DEPBAR).
+Each kernel of a call must spill nothing, touch no local memory, fit the shared memory of a thread block, and run its
+products without waits that ptxas reports as a performance loss. A kernel with LDGSTS copies must also group them and
+wait for them (LDGDEPBAR, DEPBAR). At least one kernel of the call must multiply on the tensor cores (HGMMA), and at
+least one must load by the copy engine (UTMALDG) or 16 bytes per thread (LDGSTS.128).
 """
 
 from tessera.attention.dispatch import KERNELS
@@ -25,17 +26,16 @@ def broken(report: sass.Report) -> list[str]:
     if any(report.spill_bytes) or report.stack_bytes:
         found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
     if report.local:
-        found.append(f"local memory is touched, {len(report.local)} times: {report.local[0]!r} is the first")
+        found.append(f"instructions that access local memory: {len(report.local)}, the first {report.local[0]!r}")
     if report.shared_bytes > SHARED_BYTES:
-        found.append(f"{report.shared_bytes} bytes of shared memory, a block has {SHARED_BYTES}")
+        found.append(f"{report.shared_bytes} bytes of shared memory, but a block has {SHARED_BYTES}")
     if "Performance Loss" in report.report:
         found.append(f"products wait for each other: {report.line('Performance Loss')!r}")
     return found
 
 
 def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """List the gates that one attention call breaks: those of each kernel, and those that at least one kernel must
-    pass."""
+    """List the gates that the kernels of one attention call break, each kernel alone or all of them together."""
     found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
 
     def has(*names: str) -> bool:
@@ -49,7 +49,7 @@ def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
 
 
 def unawaited(report: sass.Report) -> str | None:
-    """Report LDGSTS copies without the end of a group (LDGDEPBAR) or a wait (DEPBAR); None if they have both.
+    """Say that a kernel's LDGSTS copies lack the end of a group (LDGDEPBAR) or a wait (DEPBAR); else return None.
 
     A wait for the copy engine's stores (UTMASTG) is a DEPBAR too, so a kernel with such stores needs one more DEPBAR.
     """

@@ -1,7 +1,7 @@
-"""One attention call compiled for an NVIDIA GPU that this machine lacks, and its roofline.
+"""Compile one attention call for an NVIDIA GPU that this machine lacks, and place it on the roofline.
 
-The report reads the machine code (registers, spills, shared memory, instructions). The time is a roofline: a lower
-bound from the call's work and the chip's measured ceilings, not a prediction of this kernel's time.
+Registers, spills, shared memory and instruction counts come from the compiler and its machine code. The time is a
+roofline: a lower bound from the call's work and the chip's measured ceilings, not a prediction of this kernel's time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Compile for TPUs that this machine lacks, with the real compiler, in a separate process and under a time limit.
 
-A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs
-jax and libtpu (the extra "deviceless") in this interpreter, or in the one that the call names, but no chip.
+A compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs jax and
+libtpu (the extra "deviceless") in this interpreter, or in the one that the call names, but no chip.
 """
 
 import re
@@ -134,7 +134,7 @@ class Compiler(Process):
     """A process that compiles one program after another, for any of the chips; a timeout kills it.
 
     Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
-    compiler writes those to one folder per process, and writing them takes a third of its time.
+    compiler writes those to one folder per process, and writing them takes a third of the time to compile.
     """
 
     def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):

@@ -5,8 +5,8 @@ copies in and out overlap its computing. The program's text gives the number of 
 
     cycles = bundles outside of the loop + blocks x max(bundles of the loop, cycles of its products)
 
-Loops inside a block count once, as no text says how often they turn. Operations that the compiler implements by copies
-alone, and scalar code between operations, have no schedule of their own.
+Loops inside a block count as one iteration, because no text gives their trip count. Operations that the compiler
+implements by copies alone, and scalar code between operations, have no schedule of their own.
 """
 
 import re
@@ -33,7 +33,7 @@ class Fusion:
         name: as the compiler writes it in the program's text.
         blocks: blocks that one core processes.
         cycles: of the whole operation.
-        loops: loops inside a block, whose bundles count once.
+        loops: number of loops inside a block; their bundles count for one iteration.
     """
 
     name: str
@@ -68,8 +68,8 @@ def block_counts(text: str) -> dict[str, int]:
 def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
     """Count an operation's cycles.
 
-    A loop that processes n blocks has at least n + 2 turns, to copy the first in and the last out: fewer turns than
-    that show that the cores share the blocks. If `blocks` is None, the number of blocks is the turns minus 2.
+    A loop over n blocks has at least n + 2 iterations, because the first copies in and the last copies out. If it has
+    fewer, the cores share the blocks. If `blocks` is None, the number of blocks is the iterations minus 2.
     """
     outside, block = (made.region(name) for name in (LAUNCH, STEP))
     if blocks is None:
@@ -83,7 +83,7 @@ def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
 def seconds(
     operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion], clock_hz: float, bandwidth: float
 ) -> tuple[float, float]:
-    """Predict operations that run one after another: return (seconds of all their bytes, seconds in total).
+    """Predict the time of operations that run one after another: (seconds of all their bytes, seconds in total).
 
     An operation takes the time of its cycles or that of its bytes, whichever is longer. Asynchronous copies overlap
     with the other operations, so the total is the sum over those others, or the time of all bytes if that is longer.

@@ -1,4 +1,4 @@
-"""One attention call compiled for a TPU that this machine lacks, and its predicted time."""
+"""Compile one attention call for a TPU that this machine lacks, and predict its time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
 
-NOT_PREDICTED = "not predicted: no Pallas kernel in it"
+NOT_PREDICTED = "not predicted: the call has no Pallas kernel"
 """`bound_by` of a call that only XLA computes: without a schedule, no time can be predicted."""
 
 
@@ -67,7 +67,7 @@ class Inspection(inspection.Inspection):
             "spilled registers": f"{self.spill_slots:,.0f} slots a step",
         } if predicted else {"predicted": self.bound_by, **self.refused}  # fmt: skip
         return rows | {
-            "roofline": f"{reached}; {intensity:,.0f} flops per byte, from {ridge:,.0f} the peak rate is the bound",
+            "roofline": f"{reached}; {intensity:,.0f} flops per byte; from {ridge:,.0f} on, the peak rate is the limit",
             "main memory": f"{format_bytes(self.hbm_bytes)} held, {format_bytes(self.moved_bytes)} moved"
             + ("" if predicted else " at least"),
             "VMEM, SMEM": f"{format_bytes(self.vmem_bytes)}, {format_bytes(self.smem_bytes)}",

@@ -3,7 +3,7 @@
     kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around the kernel / bandwidth
     cycles    = bundles of a scope, or the cycles of its products in the matrix units if those are more
-    predicted = kernel_s + around_s, to which `Overheads` add what no schedule shows
+    predicted = kernel_s + around_s, corrected by `Overheads` for costs that no schedule shows
 
 The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and a chip that
 lowers its clock under load. `workbench/studies/validation.py` compares predictions with measured times.
@@ -40,7 +40,7 @@ NOMINAL = Overheads()
 """Overheads of an ideal chip: no stalls, no cost per step, full bandwidth."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Constants fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors on these
+"""Overheads fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors on these
 chips and on v7x."""
 
 
@@ -49,9 +49,9 @@ class Prediction:
     """Predicted cost of a compiled program on its chip (on one device, if the chip has two).
 
     Attributes:
-        ms: the whole program.
+        ms: time of the whole program.
         compute_ms, dma_ms: time of the kernels' bundles, and of their bytes; the longer one counts.
-        around_ms: operations around the kernels.
+        around_ms: time of the operations around the kernels.
         steps: grid steps of all kernels.
         bundles_per_step: mean bundles of one step on one core.
         cycles_per_step: mean cycles of one step on one core; a scope takes at least as long as its products.
@@ -183,7 +183,7 @@ def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[st
 
 
 def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
-    """Return the name of the longest part of the time; if it is computing, that of the fullest unit.
+    """Return the name of the longest part of the time; if this is computing, the name of the core's fullest unit.
 
     If no unit is half full, the name is "latency", with the fullest unit in brackets.
     """

@@ -36,7 +36,7 @@ class Region:
 
     Attributes:
         name: the scope's name, or "step" or "launch".
-        bundles: cycles of one pass, if nothing waits.
+        bundles: number of bundles; one pass takes as many cycles if nothing waits.
         slots: used slots per unit in one pass.
         product_cycles: cycles that the scope's products take in the matrix units, which may be more than its bundles.
             One product instruction feeds a register of rows, 16 of bfloat16 or 8 of float32. Either 4 units of 128
@@ -156,7 +156,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
 
 
 def _turns(text: str) -> int | None:
-    """Find the iterations of the grid's loop, which precedes every scope; without it, a core runs one grid step."""
+    """Return the iterations of the grid's loop, the first loop before any scope; None if the dump gives none."""
     first = re.search(r"\bloop: start=[^\n]*", text.partition("TraceMeStart(")[0])
     found = first and re.search(r"start=(\d+), step=(\d+), limit=(\d+)", first[0])
     return -(-(int(found[3]) - int(found[1])) // int(found[2])) if found else None
