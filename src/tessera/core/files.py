@@ -244,7 +244,7 @@ class Notebook:
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path`; None stores nothing. `subject` is JSON; runs with equal subjects have equal results."""
+        """Open the file at `path`; None stores nothing. `subject` is JSON; equal subjects mean equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
@@ -258,7 +258,7 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return the value stored under this name, or store find()'s result first. Values are JSON; floats stay exact."""
+        """Return the value stored under this name, or store find()'s result. Values are JSON; floats stay exact."""
         if self.path is None:
             return find()
         if name not in self.found:

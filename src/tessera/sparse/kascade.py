@@ -90,7 +90,7 @@ class Kascade(Policy):
         return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def roles(self) -> tuple[str, ...]:
-        """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (anchor that no layer reuses)."""
+        """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor without reuse)."""
         num_layers = len(self.head_map)
         reused = {layer for layer in range(num_layers) if layer + 1 < num_layers and self._reuses(layer + 1)}
         return tuple(

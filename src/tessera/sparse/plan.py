@@ -174,7 +174,7 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless both lists ascend, no layer is in both, and each head of a layer in `own` maps to itself."""
+    """Raise ValueError unless both lists ascend and share no layer, and heads of layers in `own` map to themselves."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")
@@ -191,7 +191,8 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
     if not budgets:
         return
     if len(budgets) != num_layers or any(len(row) != num_kv_heads for row in budgets):
-        raise ValueError(f"budgets have shape {[len(budgets), len(budgets[0])]} instead of [{num_layers}, {num_kv_heads}]")
+        shape = [len(budgets), len(budgets[0])]
+        raise ValueError(f"budgets have shape {shape} instead of [{num_layers}, {num_kv_heads}]")
     for layer, row in enumerate(budgets):
         if any(not 0 <= value <= 1 for value in row):
             raise ValueError(f"budgets[{layer}]={quoted(list(row))} must be fractions from 0 to 1")

@@ -78,7 +78,7 @@ def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> lis
 
 
 def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
-    """Zero the scales of each 64 rows from `valid` on: they are not valid keys, and their scales may be NaN."""
+    """Zero the scales of each 64 rows from row `valid` on: those rows are padding, and their scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
     return [jnp.where(row < limit, scale, jnp.zeros_like(scale)) for limit, scale in zip(valid, scales, strict=True)]
 

@@ -81,7 +81,7 @@ class Padding(NamedTuple):
 
     Attributes:
         some: whether the block holds keys at or past kv_len.
-        row: first row of the block to zero; the rows after it are zeroed too (invalid keys and repeated copies).
+        row: first row of the block to zero. All later rows (invalid keys and repeated copies) are zeroed, too.
         stop: number of blocks of the list.
     """
 

@@ -17,7 +17,7 @@ from tessera.core.shapes import round_up
 PACKED = 16
 """Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
 MOST_PAGES = 1 << 14
-"""Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
+"""Maximum pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
 
 
 def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
@@ -45,7 +45,7 @@ def table_bytes(shapes: Shapes) -> int:
 
 
 def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
-    """Return the window of a grid whose first axis is the sequence: its table, in SMEM."""
+    """Return the block spec that puts a sequence's table in SMEM; the grid's first axis must be the sequence."""
     return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
 
 
