@@ -172,7 +172,7 @@ class Kascade(Policy):
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
-        """Return the layer's fraction (with `budgets`, one per KV head), and an upper bound on it for static sizes."""
+        """Return the layer's fraction (with `budgets`, one per KV head), and its maximum as a Python number."""
         if not self.budgets:
             return self.fraction, self.fraction
         if isinstance(layer, int):

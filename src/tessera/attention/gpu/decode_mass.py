@@ -155,7 +155,7 @@ def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Arr
     """Compute 2^(bank - lse), summed over each tile's units, for the rows of one product.
 
     Return one array [64 tiles, rows] per entry of `firsts`, which holds the first tile of each load. `at` is (sequence,
-    KV head, part), where the part numbers the products of a KV head.
+    KV head, part); `part` is the number of the product among those of the KV head.
     """
     sequence, head, part = at
     bits = [

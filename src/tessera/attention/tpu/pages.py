@@ -57,7 +57,8 @@ def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
 def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:
     """Return the page's index in its sequence's table, and the offset in the page, of a unit that starts at `position`.
 
-    Both sizes are powers of two: a shift and a mask take a TPU's scalar unit one step each, a division a dozen.
+    A page's size is a power of two, because a TPU's scalar unit takes one step for a shift or mask, but a dozen for a
+    division.
     """
     bits = page.bit_length() - 1
     return position >> bits, 0 if unit == page else pl.multiple_of(position & (page - 1), unit)

@@ -69,7 +69,7 @@ class Config:
     """Block sizes and where the row sum is computed.
 
     Attributes:
-        rows: largest row block in rows (tokens x G); a larger query tile is cut into parts that share the list.
+        rows: maximum rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
         step_rows: rows per grid step; up to four query tiles fill them and are computed together.
         block_s: keys per buffer, in whole tiles (at least one).
         chunk: keys per unmasked online-softmax update, in whole tiles (at least one); clipped to block_s.
