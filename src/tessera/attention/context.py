@@ -39,7 +39,7 @@ Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], A
 
 
 class Stripes(NamedTuple):
-    """Rule by which positions are dealt: `width` consecutive positions to each of `parts` devices in turn."""
+    """Assignment of positions to devices: `width` consecutive positions to each of `parts` devices in turn."""
 
     width: int
     parts: int

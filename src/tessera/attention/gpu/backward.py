@@ -159,10 +159,7 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """Return a mask [keys, rows] of the keys that each row of a causal call sees, without regard to kv_len and q_len.
-
-    Rows begin at position `first`, keys at `start`.
-    """
+    """Return a causal mask [keys, rows], without kv_len and q_len; rows begin at position `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)

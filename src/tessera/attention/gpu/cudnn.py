@@ -118,7 +118,7 @@ def attend(
 
 
 dense = differentiable(attend, gpu_backward.gradients)
-"""`attend` with the gradient of `gpu.backward`, whose memory grows linearly with the number of tokens."""
+"""`attend` with the gradient of `gpu.backward`, which takes memory proportional to the number of tokens."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
