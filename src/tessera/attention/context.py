@@ -39,7 +39,7 @@ Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], A
 
 
 class Stripes(NamedTuple):
-    """Rule by which positions are dealt: `width` consecutive positions to each of `parts` devices in turn."""
+    """Assignment of positions to devices: `width` consecutive positions to each of `parts` devices in turn."""
 
     width: int
     parts: int
@@ -213,7 +213,7 @@ def _decode(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec
 
 
 def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
-    """Attend to this device's keys, and compute their masses per query head, so that each head's can be rescaled.
+    """Attend to this device's keys, and compute their masses per query head, so that they can be rescaled per head.
 
     The G query heads of a KV head become G query rows of one head, with query_tile=1. They read each key once, as in a
     decode kernel. Once the merged lse is known, each head's masses are multiplied by exp(own lse - merged lse).
@@ -233,7 +233,7 @@ def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *
 
 
 def _decode_positions(kv: KeyValues, positions: Positions, spec: AttentionSpec, stripes: Stripes) -> Positions:
-    """Return positions under which each sequence's row sees exactly the slots of this device that hold visible keys."""
+    """Return the positions with which a local call sees exactly this device's slots that hold visible keys."""
     end = jnp.minimum(positions.kv_len, positions.q_start + 1) if spec.causal else positions.kv_len
     filled = stripes.held(jnp.maximum(end, 0), jax.lax.axis_index(AXIS))
     return Positions(jnp.full_like(filled, kv.k.shape[2]), filled, positions.q_len)
@@ -295,7 +295,7 @@ def _take_stripe(x: Float[Array, "B K S H"], slot: Int32[Array, "B"], width: int
 def localise(
     selection: Selection, stripes: Stripes, tile: int, rank: Array, low: Array, high: Array, most: int
 ) -> Selection:
-    """Return the listed tiles that device `rank` holds in its local tiles [low, high), as local ids minus `low`.
+    """Return the listed tiles that device `rank` holds at local ids in [low, high), as local ids minus `low`.
 
     Args:
         selection: absolute tile ids [B,K,I,C].

@@ -38,7 +38,7 @@ class AttentionSpec:
         mass: whether to also return each key tile's probability mass. A call has the role "sparse" if it passes a
             selection, "score" if `mass` is set, and "dense" otherwise.
         stripe: positions per stripe, if keys are dealt over the mesh axis "context" (see `attention.context`); None if
-            keys are in order of position. Without that axis, a dealt order is the order of position.
+            keys are in order of position. Without that axis, keys are in order of position in any case.
     """
 
     causal: bool = True

@@ -37,12 +37,12 @@ class Kernel:
         name: unique name, "<family>_<role>", e.g. "xla_prefill_dense".
         platform: "any", "cpu", "tpu" or "gpu".
         role: "dense", "score" or "sparse".
-        phase: "decode" (only calls of one query row per sequence) or "prefill" (any number of rows, also one).
+        phase: "decode" (only calls of one query row per sequence) or "prefill" (any number of rows).
         dtypes: names of the dtypes that the kernel takes for q, k and v.
         supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
             None. The field is None if the kernel runs all such calls. Ask `refusal`, which also checks other fields.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. A dense
-            kernel's is also differentiable in q, k and v (`gradient`).
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. That
+            of a dense kernel is also differentiable in q, k and v (`gradient`).
         Config: frozen dataclass of block sizes and other tunable options.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
@@ -55,8 +55,8 @@ class Kernel:
         library: vendor library that compiles the kernel, which needs the chip; None if XLA or Pallas compiles it.
         automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
             None for no limit.
-        scaled: whether it also reads int8 keys and values with scales.
-        paged: whether it also reads keys and values that are stored in pages.
+        scaled: whether the kernel also reads int8 keys and values with scales.
+        paged: whether the kernel also reads keys and values that are stored in pages.
     """
 
     name: str

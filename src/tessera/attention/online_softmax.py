@@ -74,7 +74,7 @@ def widened(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def blank(v: Array, scale: Array | None, seen: Bool[Array, "... S 1"]) -> tuple[Array, Array | None]:
-    """Zero unseen values, or, if `scale` is given, unseen scales [..., 1, S]: they may be NaN, and 0 * NaN is NaN."""
+    """Zero unseen values, or unseen scales [..., 1, S] if `scale` is given, because 0 * NaN is NaN."""
     if scale is None:
         return jnp.where(seen, v, 0), None
     return v, jnp.where(jnp.swapaxes(seen, -1, -2), scale, 0)

@@ -68,7 +68,7 @@ def either(*rules: Rule) -> Rule:
 
 
 def maybe(rule: Rule) -> Rule:
-    """Return a rule that accepts null and a missing field, too."""
+    """Return a rule that accepts null, a missing field, and whatever `rule` accepts."""
     return Rule(f"{rule.allowed}, or null", lambda value: value is None or rule.fits(value))
 
 
@@ -79,7 +79,7 @@ LIST = Rule("a list", lambda value: isinstance(value, list))
 
 
 def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: str) -> None:
-    """Raise ValueError, which names field and value, unless every field in the table fits its rule.
+    """Raise ValueError if a field breaks its rule in the table; the error names the field and its value.
 
     A missing field counts as null.
     """

@@ -144,7 +144,7 @@ def _take_lock(lock: Path, path: Path) -> int | None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether an open lock file is still the file at its path; the process that held the lock removes it."""
+    """Return whether an open lock file still exists at its path; the process that held the lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file; return False if another process holds the lock, True also on a system without file locks."""
+    """Lock an open file; return False if another process holds the lock. A system without file locks gives True."""
     if fcntl is None:
         return True
     try:
@@ -177,7 +177,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove the temporary files that killed processes left for files whose names match the glob pattern `name`."""
+    """Remove temporary files that killed processes left; `name` is a glob pattern for the names of the final files."""
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -244,7 +244,7 @@ class Notebook:
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path`; None stores nothing. `subject` is JSON, equal only for runs with equal results."""
+        """Open the file at `path`; None stores nothing. `subject` is JSON; equal subjects mean equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
@@ -258,7 +258,7 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return the stored value of this name, or store find()'s result. Values are JSON; floats stay exact."""
+        """Return the value stored under this name, or store find()'s result. Values are JSON; floats stay exact."""
         if self.path is None:
             return find()
         if name not in self.found:

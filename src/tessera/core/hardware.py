@@ -166,7 +166,10 @@ CHIPS: tuple[Chip, ...] = (
 LINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType(
     {"v4": 300e9, "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9, "h100": 900e9, "h200": 900e9}
 )
-"""Nominal rate of all links of a jax device to other chips, both directions (the vendors' specification pages)."""
+"""Nominal bytes per second over all links from a JAX device to other chips, both directions together.
+
+Source: the vendors' specification pages.
+"""
 
 USABLE_BYTES: Mapping[str, float] = MappingProxyType(
     {
@@ -175,11 +178,11 @@ USABLE_BYTES: Mapping[str, float] = MappingProxyType(
         **{"h100": 0.75 * 80e9, "h200": 0.75 * 141e9},
     }
 )
-"""Bytes of a JAX device that one program may hold.
+"""Maximum bytes of a JAX device's memory that one program can use.
 
-TPU: the available memory that the compiler reports when it refuses a program, minus 0.01 GiB. The compiler does not
-support v4; its value, 95 % of the memory, is a guess below the other chips' shares. GPU: JAX's pool, 75 % of the memory
-unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+For a TPU, this is the available memory that the compiler reports when it refuses a program, minus 0.01 GiB. The
+compiler does not support v4, so the value for v4 is a guess: 95 % of its memory, a smaller share than on other TPUs.
+For a GPU, this is JAX's default pool, 75 % of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION does not change the table.
 """
 
 

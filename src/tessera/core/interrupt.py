@@ -152,7 +152,7 @@ def handled() -> Iterator[None]:
 
 
 def release() -> None:
-    """Stop handling Ctrl-C, so that check() and asked() find none: the caller, a server, handles its own signals."""
+    """Stop handling Ctrl-C, so that check() and asked() report none. The caller, a server, handles its signals."""
     global _handler
     if _handler is not None:
         _handler.stop()

@@ -3,7 +3,7 @@
 Weights, cache and logits carry the mesh in their shardings, so functions need no mesh argument. `program` enters the
 mesh of a call's first argument; inside, `keep` fixes the sharding of a result. Without a mesh, both do nothing.
 
-Training has another mesh, with the axes "data" and "shard" (`train.mesh`), for the same table of weights.
+Training splits the same weights over another mesh, with the axes "data" and "shard" (`train.mesh`).
 """
 
 import functools
@@ -46,8 +46,11 @@ TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "head_dim": SHARD,
     }
 )
-"""Logical axis -> mesh axes that split it, in training. "shard" splits each weight along "model", or along its only
-axis if that is another."""
+"""Logical axis -> mesh axes that split it, in training.
+
+The mesh axis "shard" splits each weight along its axis "model"; a weight without that axis is split along the one axis
+that it has.
+"""
 
 
 class MeshShape(NamedTuple):
@@ -58,7 +61,9 @@ class MeshShape(NamedTuple):
 
 
 def parse(text: str | int, num_kv_heads: int) -> MeshShape:
-    """Read the shape of a mesh: "4x2" gives heads and context; "8" gives heads = gcd(num_kv_heads, 8), context = rest.
+    """Parse the shape of a mesh.
+
+    "4x2" is heads = 4, context = 2; "8" is heads = gcd(num_kv_heads, 8), context = 8 / heads.
 
     Raises:
         ValueError: the text has another form.
@@ -76,7 +81,7 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
 def check(
     shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1, window: int | None = None
 ) -> None:
-    """Raise ValueError unless the mesh can share a model among `num_devices` devices.
+    """Raise ValueError if the mesh cannot split the model or does not match the devices.
 
     Args:
         shape: the mesh.
@@ -112,7 +117,10 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
-    """Return an array's PartitionSpec from its logical axes. A mesh axis splits only the first of them in `rules`."""
+    """Return an array's PartitionSpec from its logical axes.
+
+    If `rules` assign one mesh axis to several of these axes, it splits only the one that comes first in `rules`.
+    """
     chosen: dict[Any, str] = {}
     for axis, over in rules.items():
         if axis in axes:
@@ -154,10 +162,10 @@ def num_head_parts(mesh: Mesh | None) -> int:
 
 
 def _along(mesh: Mesh | None, axis: str) -> int:
-    """Return the size of an axis; raise ValueError for a mesh of training, which would not share a running model."""
+    """Return the size of a mesh axis, 1 without a mesh; raise ValueError for a training mesh, which lacks the axis."""
     if mesh is not None and axis not in mesh.shape:
         raise ValueError(
-            f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, by which devices share a running "
+            f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, so it can only train a "
             "model: save weights that were trained on it, and load them with mesh=N"
         )
     return 1 if mesh is None else mesh.shape[axis]

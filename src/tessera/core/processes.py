@@ -95,7 +95,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Sleep 2 s after an error of a collective: often another process ended, and `watch` ends this one."""
+        """Sleep 2 s after a collective failed. If the cause is that another process ended, `watch` ends this one."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:

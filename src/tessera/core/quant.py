@@ -27,7 +27,7 @@ from jax import Array
 GROUPS = (32, 64, 128)
 """Allowed group sizes: numbers of inputs that share a scale."""
 SAMPLE = 64
-"""Elements of the original weight that a `Quantised` stores, so that the model's fingerprint stays the same."""
+"""Number of elements of the original weight that a `Quantised` keeps: the model's fingerprint is computed from them."""
 
 
 @dataclass(frozen=True, kw_only=True)

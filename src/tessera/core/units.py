@@ -22,7 +22,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def three(value: float) -> str:
-    """Format with three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     if value == 0:
         return "0"
     digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))

@@ -49,11 +49,11 @@ class Tiling:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHeads(Counted):
-    """Dense attention, except that some KV heads read only the always-read tiles: own and local keys, and sinks.
+    """Dense attention, except that some KV heads read only tiles with the query tile's own keys, local keys or sinks.
 
     Attributes:
-        tiling: sets the always-read tiles.
-        local_LK: KV heads that read only these tiles.
+        tiling: sizes of the tiles, and numbers of local keys and sinks.
+        local_LK: whether a KV head reads only these tiles.
     """
 
     tiling: Tiling
@@ -78,8 +78,12 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Every layer selects its own tiles by cheap scores. The budget of a KV head, a fraction of the visible keys, sets
-    how many."""
+    """Every layer selects its own tiles by cheap scores, within the budget of each KV head.
+
+    Attributes:
+        tiling: tile sizes, always-read keys, and how tiles are scored.
+        budgets_LK: fraction of the visible keys that a KV head reads besides the always-read ones.
+    """
 
     tiling: Tiling
     budgets_LK: Float[Array, "L K"]
@@ -129,10 +133,10 @@ class MassRecorder(Policy):
 
 
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
-    """Return [L,K,F]: the probability outside the tiles read with each of the F budgets in GRID.
+    """Return [L,K,F]: the probability that attention would miss with each of the F budgets in GRID.
 
-    The tiles read are the always-read ones and the heaviest others. Probabilities are summed over sequences, query
-    tiles, rows and query heads.
+    With a budget, attention reads the always-read tiles and the heaviest others. Probabilities are summed over
+    sequences, query tiles, rows and query heads.
     """
     shape = mass_LBKIJ.shape[1:]
     (tiles, count), budgets = jax.device_get(_near_and_budgets(positions, shape=shape, spec=spec, tiling=tiling))

@@ -127,7 +127,7 @@ def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarra
 
 
 def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
-    """Return layer similarities by [a, b]: the mean over b's heads of their similarity to their mapped heads of a."""
+    """Return layer similarities [a, b]: the mean, over b's heads, of the similarity to the head of a in `heads_LLK`."""
     return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
 
 

@@ -1,4 +1,4 @@
-"""Baseline policies: dense, window + sinks, an oracle in which every layer scores all keys, and cheap scores."""
+"""Baseline policies: dense; window and sinks; exact scores in every layer (the oracle); cheap scores in every layer."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,7 +100,7 @@ class Window(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Counted):
-    """Every layer scores all keys exactly, then attends only to its best tiles: the accuracy that top-k could reach.
+    """Every layer scores all keys exactly, then attends only to its best tiles. This is the best that top-k can do.
 
     The oracle costs more than dense, because scoring reads every key; `reads` counts only the keys that it attends to.
 

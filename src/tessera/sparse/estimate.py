@@ -73,7 +73,8 @@ def estimate_mass(
     average keys times scales, and for a single row the scores are scaled instead of the keys.
 
     Args:
-        heads: the KV heads to score, of which q holds the query heads; None means all. K in the result counts them.
+        heads: the KV heads to score; q holds only their query heads, and the result's K is their number. None means
+            all KV heads.
     """
     how.check(spec.tile)
     if spec.stripe is not None and context.traced_stripes() > 1:
@@ -113,7 +114,7 @@ def estimate_mass(
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
 
-    `left_BI` are the numbers of valid rows. A negative offset means that there is no such row.
+    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset stands for no row.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1

@@ -90,7 +90,7 @@ class Kascade(Policy):
         return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def roles(self) -> tuple[str, ...]:
-        """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor never reused)."""
+        """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor without reuse)."""
         num_layers = len(self.head_map)
         reused = {layer for layer in range(num_layers) if layer + 1 < num_layers and self._reuses(layer + 1)}
         return tuple(
@@ -172,7 +172,7 @@ class Kascade(Policy):
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
-        """Return the layer's fraction (with `budgets`, one per KV head), and an upper bound on it for static sizes."""
+        """Return the layer's fraction (with `budgets`, one per KV head), and its maximum as a Python number."""
         if not self.budgets:
             return self.fraction, self.fraction
         if isinstance(layer, int):
@@ -184,7 +184,7 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """Store what the layers that reuse this layer's choice need: with `budgets` its masses, else its selection."""
+        """Store this layer's choice for the layers that reuse it: its masses with `budgets`, else its selection."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)

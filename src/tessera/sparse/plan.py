@@ -47,8 +47,8 @@ FIELDS = MappingProxyType(
 MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
 COUNTED = ("asked", "found_dense", "found", "tokens")
 MAX_MEASURED = 1_000_000
-"""Maximum of each value in a plan's promise whose name is in MEASURED. `calibration.search.Kept` documents the names in
-MEASURED and COUNTED."""
+"""Maximum magnitude of a measured value in a plan's promise. `calibration.search.Kept` documents the values that
+MEASURED and COUNTED name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +174,7 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless anchors are in order, `own` names other layers, and heads of layers in `own` map to
-    themselves."""
+    """Raise ValueError unless both lists ascend and share no layer, and heads of layers in `own` map to themselves."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")
@@ -183,7 +182,7 @@ def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple
     for layer in own:
         if head_map[layer] != tuple(range(len(head_map[layer]))):
             raise ValueError(
-                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order, because the layer is in `own`"
+                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be [0, 1, ...], because the layer is in `own`"
             )
 
 
@@ -192,7 +191,8 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
     if not budgets:
         return
     if len(budgets) != num_layers or any(len(row) != num_kv_heads for row in budgets):
-        raise ValueError(f"budgets of shape {[len(budgets), len(budgets[0])]} must be [{num_layers}, {num_kv_heads}]")
+        shape = [len(budgets), len(budgets[0])]
+        raise ValueError(f"budgets have shape {shape} instead of [{num_layers}, {num_kv_heads}]")
     for layer, row in enumerate(budgets):
         if any(not 0 <= value <= 1 for value in row):
             raise ValueError(f"budgets[{layer}]={quoted(list(row))} must be fractions from 0 to 1")
@@ -255,7 +255,7 @@ def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_k
     """Raise ValueError unless head_map is [L][K] of heads in range."""
     if len(head_map) != num_layers or any(len(row) != num_kv_heads for row in head_map):
         shape = [len(head_map), len(head_map[0]) if head_map else 0]
-        raise ValueError(f"head_map of shape {shape} must be [{num_layers}, {num_kv_heads}]")
+        raise ValueError(f"head_map has shape {shape} instead of [{num_layers}, {num_kv_heads}]")
     for layer, row in enumerate(head_map):
         if any(not 0 <= head < num_kv_heads for head in row):
             raise ValueError(f"head_map[{layer}]={quoted(list(row))} must name heads from 0 to {num_kv_heads - 1}")

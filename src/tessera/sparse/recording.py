@@ -22,7 +22,7 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 NUM_KEYS = 64
-"""Keys per head and query tile by which two layers are compared: the paper's k for the choice of anchors.
+"""Number of keys that each head chooses per query tile when two layers are compared; the paper's k for anchors.
 
 Always-read keys are not among them. The reference implementation counts the query tile's own 32 keys among its 64; a
 query tile of 64 or 128 would then leave no others.

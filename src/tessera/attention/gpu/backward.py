@@ -14,8 +14,8 @@ Before the launch, padding keys and values are zeroed. Rows that see no key are 
 get an lse of +inf. The kernels then need masks only for the diagonal, the window's edge and kv_len. Work: 7 products,
 14 H flops per (row, key) pair; a kernel that accumulates dq in main memory, in arbitrary order, needs 5 products.
 
-Other head dims than HEAD_DIMS, and chips other than Hopper, run plain JAX: each block of rows against all keys, visible
-or not.
+Calls with a head dim outside HEAD_DIMS, or on a chip other than Hopper, run in plain JAX: each block of rows against
+all keys, visible or not.
 """
 
 import functools
@@ -149,7 +149,7 @@ def scores_and_dp(q_smem, d_out_smem, k_smem, v_smem) -> tuple[Array, Array]:
 
 
 def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: AttentionSpec) -> Array:
-    """Mark, as [rows, keys], which keys from position `start` on the rows from position `first` on see."""
+    """Return a mask [rows, keys] of the keys that each row sees; rows begin at position `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if not spec.causal:
         return key < kv_len - start
@@ -159,7 +159,7 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """Mark, as [keys, rows], which keys from `start` on the rows from `first` on see; ignore kv_len and q_len."""
+    """Return a causal mask [keys, rows], without kv_len and q_len; rows begin at position `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)
@@ -167,7 +167,7 @@ def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> A
 
 
 def sweep(blocks: Blocks, step, carry):
-    """Run carry = step(block, carry, masked) over [start, stop), masked outside of [whole, masked); return carry."""
+    """Run carry = step(block, carry, masked=...) over all blocks; only those in [whole, masked) run without a mask."""
     carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
     carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
     return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)

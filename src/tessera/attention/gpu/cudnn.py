@@ -118,7 +118,7 @@ def attend(
 
 
 dense = differentiable(attend, gpu_backward.gradients)
-"""`attend` with the gradient of `gpu.backward`, whose memory grows linearly with the number of tokens."""
+"""`attend` with the gradient of `gpu.backward`, which takes memory proportional to the number of tokens."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
@@ -130,7 +130,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
             return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
-        return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
+        return f"its causal diagonal starts at the first key, so the call must be square; it has {sizes}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
     return None

@@ -72,7 +72,7 @@ MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes most. Missing pairs spill."""
+"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes most. Pairs not listed spill."""
 INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
 """`THREAD_REGISTERS` for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
@@ -321,7 +321,7 @@ def resident(cut: Cut, config: Config) -> int:
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:

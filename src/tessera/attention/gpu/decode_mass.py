@@ -30,8 +30,8 @@ from tessera.core.shapes import ceil_div, round_up
 TILES = ROWS
 """Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
-"""Maximum numbers of the bank loaded together, divided by the 64 tiles of a load. 64 x 32 numbers are 16 for each of
-128 threads."""
+"""Maximum numbers of the bank that are loaded together, per tile of a load. For 64 tiles, each of 128 threads then
+holds 16 numbers."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
 
@@ -155,7 +155,7 @@ def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Arr
     """Compute 2^(bank - lse), summed over each tile's units, for the rows of one product.
 
     Return one array [64 tiles, rows] per entry of `firsts`, which holds the first tile of each load. `at` is (sequence,
-    KV head, part), where the part numbers the products of a KV head.
+    KV head, part); `part` is the number of the product among those of the KV head.
     """
     sequence, head, part = at
     bits = [

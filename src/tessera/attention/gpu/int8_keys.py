@@ -69,7 +69,7 @@ def dequantise(source, target, scales: list[Array]) -> None:
 
 
 def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> list[Array]:
-    """Start loading the scales of keys (0) or values (1), `size` from each place (see `pages.places`), 64 at a time.
+    """Start loading scales of keys (which = 0) or values (1): `size` from each of `sources`, 64 at a time.
 
     `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory; `size` is a multiple of 64.
     """
@@ -78,7 +78,7 @@ def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> lis
 
 
 def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
-    """Zero the scales of each 64 rows from `valid` on: they are not valid keys, and their scales may be NaN."""
+    """Zero the scales of each 64 rows from row `valid` on: those rows are padding, and their scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
     return [jnp.where(row < limit, scale, jnp.zeros_like(scale)) for limit, scale in zip(valid, scales, strict=True)]
 
@@ -137,6 +137,6 @@ def store_scales(loaded: list[tuple[Array, Array]], target) -> None:
 
 
 def per_column(target, which: int, like: Array) -> Array:
-    """Read a block's scales of keys (0) or values (1) from shared memory, one per column of `like`, as float32."""
+    """Read scales of keys (which = 0) or values (1) from shared memory, one per column of `like`, as float32."""
     scale = plgpu.load(target.at[which], layout=PER_COLUMN).astype(jnp.float32)
     return jax.lax.broadcast_in_dim(scale, like.shape, [1])

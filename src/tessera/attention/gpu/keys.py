@@ -131,7 +131,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
 
 def wait_for_copies(left: int) -> None:
-    """Wait until at most `left` blocks of this thread's copies are in flight; show the others to the tensor core."""
+    """Wait until at most `left` blocks of this thread's copies are in flight; make the rest visible to products."""
 
     @plgpu.inline_mgpu()
     def wait(_):

@@ -1,8 +1,8 @@
 """Keys in pages on Hopper: where in a pool the copy engine finds a run of keys.
 
-A pool [P,K,page,H] has as many axes as contiguous keys [B,K,S,H], so a copy from a page differs from another one only
-in its first index, the page instead of the sequence, and in where in the page it begins. Nothing is moved before the
-launch: whoever starts a copy reads one entry of the page table per page.
+A pool [P,K,page,H] has as many axes as contiguous keys [B,K,S,H], so a copy from a page differs from a copy of
+contiguous keys only in its first index, which is the page instead of the sequence, and in its start, which is an offset
+in the page. Nothing is moved before the launch: the thread that starts a copy reads the page from the page table.
 """
 
 import math
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tessera.attention.contract import Shapes
 
 LEAST_KEYS = 16
-"""Keys that every copy takes at least; pages are multiples of it."""
+"""Minimum keys per copy. The size of a page must be a multiple of it."""
 
 
 def piece_of(size: int, page: int | None) -> int:

@@ -296,7 +296,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
     if shapes.scaled and shapes.head_dim == 256:
         return "head_dim=256 with int8 keys: converting them takes registers that the products need"
     if role == "score" and spec.tile < 16:

@@ -300,7 +300,7 @@ class Rows(NamedTuple):
 
 
 def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
-    """Return z and a factor > 0 such that z * factor = log2(e) * softcap(scale * s), the scores in bits."""
+    """Return z and a factor > 0 for s = q.k: z * factor are the scores in bits, log2(e) * softcap(scale * s)."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     if cap is not None:
         return tanh(s, scale / cap), cap * LOG2_E

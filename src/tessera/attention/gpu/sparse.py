@@ -81,7 +81,7 @@ class Padding(NamedTuple):
 
     Attributes:
         some: whether the block holds keys at or past kv_len.
-        row: first row of the block to zero; the rows after it are zeroed too (invalid keys and repeated copies).
+        row: first row of the block to zero. All later rows (invalid keys and repeated copies) are zeroed, too.
         stop: number of blocks of the list.
     """
 
@@ -215,7 +215,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
     if shapes.scaled and shapes.head_dim == 256:
         return "head_dim=256 with int8 keys: converting them takes registers that the products need"
     if shapes.scaled and spec.tile < ROWS:

@@ -45,7 +45,7 @@ from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
 SCRATCH_BYTES = 128
-"""Bytes for reductions across warps. A small value, because no reduction crosses warps: a row lies in one warp."""
+"""Bytes of shared memory for reductions across warps. Small, because none crosses warps: a row lies in one warp."""
 
 
 class Refs(NamedTuple):

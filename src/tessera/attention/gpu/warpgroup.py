@@ -89,9 +89,9 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):
-    """Return acc + p v and the four arrays (m, l, alpha, next p) of weights(q k^T).
+    """Return acc + p v and the result of weights(q k^T), four arrays: m, l, the factor on acc, and the next p.
 
-    `weights` runs while the tensor core still adds p v, `issued` once both products are issued to it.
+    `issued` is called once both products are issued. `weights` runs while the tensor core still adds p v.
     """
     if simulated():
         s = scores(q_smem, k_smem, issued)

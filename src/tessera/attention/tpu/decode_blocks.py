@@ -85,7 +85,10 @@ class Cut(NamedTuple):
 
     @property
     def table(self) -> int:
-        """Entries of a sequence's page table that a grid step reads; 0 if none: lists name pages, not positions."""
+        """Entries of a sequence's page table that a grid step reads.
+
+        0 without pages, and in the sparse role, whose lists name units of the pool.
+        """
         return 0 if self.page is None or self.role == "sparse" else self.stored // self.page
 
     @property

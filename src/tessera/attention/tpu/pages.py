@@ -17,7 +17,7 @@ from tessera.core.shapes import round_up
 PACKED = 16
 """Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
 MOST_PAGES = 1 << 14
-"""Pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
+"""Maximum pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
 
 
 def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
@@ -45,7 +45,7 @@ def table_bytes(shapes: Shapes) -> int:
 
 
 def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
-    """Return the window of a grid whose first axis is the sequence: its table, in SMEM."""
+    """Return the block spec that puts a sequence's table in SMEM; the grid's first axis must be the sequence."""
     return pl.BlockSpec((1, *table.shape[1:]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
 
 
@@ -57,7 +57,8 @@ def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
 def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:
     """Return the page's index in its sequence's table, and the offset in the page, of a unit that starts at `position`.
 
-    Both sizes are powers of two: a shift and a mask take a TPU's scalar unit one step each, a division a dozen.
+    A page's size is a power of two, because a TPU's scalar unit takes one step for a shift or mask, but a dozen for a
+    division.
     """
     bits = page.bit_length() - 1
     return position >> bits, 0 if unit == page else pl.multiple_of(position & (page - 1), unit)

@@ -17,7 +17,7 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Rows aimed at per pass of the loop over a key block that a mask may cut: `cut_call` halves longer passes. With fewer
+"""Target rows per pass of the loop over a key block that a mask may cut: `cut_call` halves longer passes. With fewer
 rows, products in the matrix unit wait for each other's results."""
 PAGES_AT_ONCE = 8
 """Units (pages or parts) whose copies one run of straight-line code starts: a loop per unit takes three times as
@@ -108,7 +108,7 @@ class Cut(NamedTuple):
     def corner(self) -> bool:
         """Whether the corner has straight-line code (`prefill.corner`): only in causal calls without a window.
 
-        Besides, sub_t must be a multiple of 128, and block_t a multiple of `step` and a divisor of block_s. A small
+        In addition, sub_t must be a multiple of 128, and block_t a multiple of `step` and a divisor of block_s. A small
         block_t would be slow: `prefill.before_corner` absorbs the keys of the corner's key block that precede the row
         block, block_t at a time.
         """

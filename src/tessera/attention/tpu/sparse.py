@@ -4,7 +4,7 @@ A grid step computes a few row blocks; a row block is a query tile (or part of o
 and V stay in HBM. Each row block's listed tiles are copied end to end into one of two buffers of block_s keys, while
 the other buffer is computed on. The last buffer of a grid step overlaps with the first copies of the next step, so the
 lists are read one step ahead. Lists pass through SMEM one grid step at a time, so even with a million tokens only the
-longest list has to fit. A longer one (about 64,000 tiles) is refused; long lists leave room for fewer row blocks.
+longest list has to fit. A list that does not (about 64,000 tiles) is refused; long lists allow fewer row blocks.
 
 Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
 kv_len and the end of the list itself at the end. A buffer of uncut tiles runs block_s / chunk online-softmax updates in
@@ -69,7 +69,7 @@ class Config:
     """Block sizes and where the row sum is computed.
 
     Attributes:
-        rows: largest row block in rows (tokens x G); a larger query tile is cut into parts that share the list.
+        rows: maximum rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
         step_rows: rows per grid step; up to four query tiles fill them and are computed together.
         block_s: keys per buffer, in whole tiles (at least one).
         chunk: keys per unmasked online-softmax update, in whole tiles (at least one); clipped to block_s.

@@ -276,7 +276,7 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for `num_tiles` tiles of K and V. A wait counts bytes: each set bit i takes one wait for 2^i tiles."""
+    """Wait for `num_tiles` tiles of K and V. A wait counts bytes; each set bit i of num_tiles is one wait for 2^i."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)

@@ -43,8 +43,11 @@ BLOCK_AT_ONCE, LEAST_BLOCK = 512, 128
 """Most and fewest keys per block of `at_once`. Larger blocks mask more keys at the ends of the visible range; smaller
 blocks give more partial results to add."""
 BLOCK_BYTES, LEAST_PAGED = 3 << 18, 64
-"""Maximum bytes of the keys and values in a block of paged keys, of all sequences; but it has at least LEAST_PAGED keys
-per sequence. Larger blocks leave a core's cache before they are multiplied, and read more keys that are masked."""
+"""Maximum bytes of a block of paged keys and values, over all sequences.
+
+A block has at least LEAST_PAGED keys per sequence, even if they take more bytes. Larger blocks leave a core's
+cache before they are multiplied, and read more keys that are masked.
+"""
 MOST_SCORE_BYTES = 32 << 20
 """Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
 
@@ -63,7 +66,7 @@ class Config:
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Return a block size at which a block's copy stays in a core's second-level cache until it is multiplied.
 
-    With pages, many sequences are short, and a block is read of each; so it shrinks as the batch grows.
+    With pages, a step reads a block of every sequence, and many are short, so blocks shrink as the batch grows.
     """
     if shapes.capacity is not None:
         return Config(block_s=512)
@@ -159,7 +162,7 @@ def attend_dense(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """Compute out (float32) and lse of q [B,K,G,H], one query position per sequence; the rest as in `KeyValues`."""
+    """Compute out (float32) and lse of q [B,K,G,H], one query row per sequence; k, v etc. as in `KeyValues`."""
     kv = KeyValues(k, v, pages, scales)
     num_keys = kv.num_keys
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
@@ -200,7 +203,7 @@ def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
 
 
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
-    """Return the state after all visible keys: first blocks that a sequence sees whole, then its partly seen blocks.
+    """Return the softmax state after all visible keys: blocks that a sequence sees whole, then those it sees in part.
 
     On CPU, XLA copies every block that a loop slices out of the cache: a loop over half of the keys takes as long as
     two products (scores, and weighted values) over all keys. The two products read all keys and values; their results
