@@ -23,13 +23,13 @@ SYSTEM_TOKENS = 1024
 SYSTEMS = 8
 VOCAB = 128256
 BEFORE_S = 1200.0
-"""Seconds before the first request in which texts start whose later requests count, so that the rate is even."""
+"""Seconds before time 0 at which texts begin to arrive. Their later requests make the rate even from time 0 on."""
 
 Kind = Literal["chat", "document", "128K"]
 
 
 def due_s(prompt_tokens: int) -> float:
-    """Return the seconds within which the first token is due: 1, and 1 per 8,192 prompt tokens."""
+    """Return the time limit of the first token in seconds: 1, plus 1 per 8,192 prompt tokens."""
     return 1.0 + prompt_tokens / 8192
 
 
@@ -82,7 +82,7 @@ MIXES = {
     "mixed": Mix(weights=(0.7, 0.28, 0.02)),
     "long": Mix(weights=(0.0, 0.9, 0.1), shortest=64_000, asked=1.0),
 }
-"""Mixes: "long" has no chats, and nobody asks twice."""
+"""Mixes by name. "long" has no chats, and one question per document."""
 
 
 def requests_per_start(mix: Mix) -> float:
@@ -96,7 +96,7 @@ class Stream:
 
     Attributes:
         rate: mean requests per second; of a day, the rate of its busiest hour.
-        seconds: length.
+        seconds: duration.
         daily: whether the rate follows a day's hours, of which `seconds` is the whole.
         tenants: tenant -> share of the texts; equal texts are asked by one tenant.
     """
