@@ -1,4 +1,4 @@
-"""Cases that count: leaks, exact bytes, shutdown, a full queue, kills beside a disk cache.
+"""Cases that count faults: leaks, answers of `--exact` that differ, a bad shutdown, kills with a disk cache.
 
 A case takes the stand and a seed and returns (figures by name, facts), like those of `speed`.
 """

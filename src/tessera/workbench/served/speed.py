@@ -130,7 +130,7 @@ async def poisson(
 async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     """Compare the longest gap of streams, while a long prompt is prefilled, with one chunk of it plus a usual gap.
 
-    The prompt alone takes `alone` seconds, a chunk of it on average alone * CHUNK / length.
+    The seconds of a chunk are those of the prompt alone, times CHUNK / the prompt's tokens.
     """
     length = stand.sizes.long
     first, second = client.prompts(2, length, seed=seed + 700)
@@ -161,7 +161,7 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
 
 
 def fairness(stand: Stand, seed: int) -> Found:
-    """Serve three tenants and one that sends ten times the load of each: first with full queues, then at fixed rates."""
+    """Serve three tenants and one with ten times the load of each: first with full queues, then at fixed rates."""
     sizes, count = stand.sizes, stand.scaled(12 * SLOTS)
     tenants = range(OTHERS + 1)  # the first is the greedy one
 

@@ -1,8 +1,8 @@
 """Replicas behind a router that knows their prefixes, and losses of replicas.
 
 Rendezvous hashing of a text's first page names two replicas. A request goes to the first of them, or to the second if
-its queued prefill is shorter by more than SPILL_S seconds. A lost replica's requests go to others with their arrival times and
-deadlines unchanged, and start again there.
+its queued prefill is shorter by more than SPILL_S seconds. A lost replica's requests go to others, where they start
+again with their arrival times and deadlines unchanged.
 """
 
 from collections.abc import Iterable, Sequence

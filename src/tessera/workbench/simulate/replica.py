@@ -16,7 +16,7 @@ from tessera.runtime.scheduler import Costs, Scheduler, Work
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
-"""Decode steps taken at once while nothing waits or prefills; their keys differ by too little to change a step."""
+"""Maximum decode steps simulated as one while no request waits or prefills; their times are nearly equal."""
 
 
 @dataclass(eq=False, kw_only=True)

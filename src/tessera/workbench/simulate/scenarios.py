@@ -93,8 +93,8 @@ def greedy(
     as much.
 
     Returns:
-        Jain's index of the prompt tokens served in the window over each tenant's max-min fair share; and for the other
-        nine, with an equal tenant and with the greedy one: p99 of TTFT, share in the limits, share of cached tokens.
+        Jain's index (see `jain`) with the greedy tenant. For the nine other tenants, first without and then with the
+        greedy one: p99 of the time to first token, share within the limits, share of prompt tokens from the cache.
     """
     one = replace(MACHINES[machine], replicas=1)
     even = {f"tenant {number}": 1.0 for number in range(TENANTS)}

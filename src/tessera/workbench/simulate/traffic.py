@@ -35,7 +35,7 @@ def due_s(prompt_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Text:
-    """Random tokens: `shared` from the seed of a system prompt (0: none), then more from the text's own seed."""
+    """`length` random tokens: SYSTEM_TOKENS drawn from the seed `system` (0: none), the others from `seed`."""
 
     seed: int
     length: int
@@ -98,7 +98,7 @@ class Stream:
         rate: mean requests per second; of a day, the rate of its busiest hour.
         seconds: duration.
         daily: whether the rate follows a day's hours, of which `seconds` is the whole.
-        tenants: tenant -> share of the texts; equal texts are asked by one tenant.
+        tenants: tenant -> share of the texts. All requests about one text come from one tenant.
     """
 
     mix: Mix
@@ -109,7 +109,7 @@ class Stream:
     tenants: dict[str, float] = field(default_factory=lambda: {"": 1.0})
 
     def arrivals(self) -> list[Arrival]:
-        """Draw all arrivals, the first at 0 or later. No replica has seen the texts that started before."""
+        """Draw all arrivals from time 0 on. Earlier requests are left out, even if later ones continue their texts."""
         rng = np.random.default_rng([3, self.seed])
         names, shares = list(self.tenants), np.array(list(self.tenants.values()))
         starts, at, found, seed = self.rate / requests_per_start(self.mix), -BEFORE_S, [], self.seed * 10_000_000
