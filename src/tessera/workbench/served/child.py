@@ -110,7 +110,7 @@ class Server:
 
 
 class Client:
-    """Sends completions to a server under its API keys, one a tenant. Use it with `async with`."""
+    """Sends completion requests to a server; each API key is a tenant. Use it with `async with`."""
 
     def __init__(self, url: str, keys: Sequence[str] = KEYS):
         self.url, self.keys = url, keys

@@ -1,4 +1,4 @@
-"""Cases that count: leaks, exact bytes, shutdown, a full queue, kills beside a disk cache.
+"""Cases that count faults: leaks, answers of `--exact` that differ, a bad shutdown, kills with a disk cache.
 
 A case takes the stand and a seed and returns (figures by name, facts), like those of `speed`.
 """
@@ -23,19 +23,19 @@ from tessera.workbench.served.stand import SLOTS, Stand, rate
 REQUESTS = 10_000
 """Requests of the case that looks for leaks."""
 CANCELLED, SLOW = 0.3, 0.1
-"""Shares of them that the client drops, and that it reads slowly."""
+"""Shares of the REQUESTS that the client drops, and of those that it reads slowly."""
 OPEN = 3 * SLOTS
-"""Requests that it keeps open."""
+"""Maximum requests that the client of this case has open at once."""
 SETTLED = 0.1
-"""Share of the requests after which memory counts: by then, allocators and caches have grown to their usual sizes."""
+"""Share of the REQUESTS that end before the first reading of the memory. Allocators and caches have grown by then."""
 PROMPTS = 1000
-"""Prompts that are answered alone and in a crowd."""
+"""Prompts that the server answers twice: one at a time, then SLOTS at a time."""
 KILLS = 20
 COMPILED = "tessera:recompiles_total"
 
 
 def leaks(stand: Stand, seed: int) -> Found:
-    """Send requests that end in every way; afterwards nothing may be held, and each must have a named end."""
+    """Send requests that end in every way; count the pages, handles and requests left, and ends without a reason."""
     server, count = stand.server(), stand.scaled(REQUESTS)
     handles, first = server.handles, int(SETTLED * count)
     compiled = server.metric(COMPILED)
@@ -69,7 +69,7 @@ def until(condition, limit_s: float = 60.0) -> bool:
 
 
 async def torment(client: Client, count: int, seed: int, *, clients: int = OPEN) -> Counter[str]:
-    """Send requests of random sizes, drop some anywhere, read some slowly; return how they ended."""
+    """Send requests of random sizes, drop some at random times, read some slowly; count them by how they ended."""
     rng = random.Random(seed)
     gate, ends = asyncio.Semaphore(clients), Counter()
     prompts = client.prompts(count, 200, seed=seed, shared=48)

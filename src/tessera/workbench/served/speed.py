@@ -22,15 +22,15 @@ QUESTIONS, QUESTION_TOKENS = 8, 32
 ANSWER_TOKENS = 16
 """Tokens of the answer to a question about a document."""
 LOAD = 0.7
-"""Share of the measured throughput at which latencies are measured."""
+"""Load under which `load` measures latencies, as a share of the measured throughput."""
 STREAMS, STREAM_TOKENS = 8, 256
-"""Streams beside which a long prompt is prefilled, and the tokens of each."""
+"""Number of streams that run while a long prompt is prefilled, and the tokens of each stream."""
 CHUNK = 256
 """Rows of a server's largest prefill step on a CPU."""
 OTHERS, GREEDY = 3, 10
-"""Tenants beside the greedy one, and how many times their load it sends."""
+"""Number of tenants besides the greedy one; load of the greedy tenant, as a multiple of that of each other tenant."""
 OTHERS_SHARE = 0.1
-"""Load of each of them, as a share of the throughput, when latencies are measured; the greedy tenant fills it alone."""
+"""Load of each other tenant, as a share of the throughput, while `fairness` measures latencies."""
 
 
 def crowd(stand: Stand, seed: int) -> Found:
@@ -130,7 +130,7 @@ async def poisson(
 async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     """Compare the longest gap of streams, while a long prompt is prefilled, with one chunk of it plus a usual gap.
 
-    The prompt alone takes `alone` seconds, a chunk of it on average alone * CHUNK / length.
+    The seconds of a chunk are those of the prompt alone, times CHUNK / the prompt's tokens.
     """
     length = stand.sizes.long
     first, second = client.prompts(2, length, seed=seed + 700)
@@ -161,7 +161,7 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
 
 
 def fairness(stand: Stand, seed: int) -> Found:
-    """Serve three tenants beside one that sends ten times their load: all always waiting, then all at fixed rates."""
+    """Serve three tenants and one with ten times the load of each: first with full queues, then at fixed rates."""
     sizes, count = stand.sizes, stand.scaled(12 * SLOTS)
     tenants = range(OTHERS + 1)  # the first is the greedy one
 
@@ -194,11 +194,10 @@ def fairness(stand: Stand, seed: int) -> Found:
 
 
 async def contend(client: Client, sizes: Sizes, count: int, seed: int) -> tuple[list[int], float]:
-    """Let every tenant keep requests waiting until `count` have ended; return each one's tokens, and the seconds.
+    """Let every tenant keep requests open until `count` have ended; return the tokens per tenant, and the seconds.
 
-    The first third is not counted: until then a tenant may get ahead of the others, by the tokens of one longest
-    request. Each of the others keeps half as many requests open as the server has rows, the greedy tenant GREEDY times
-    as many.
+    The first third of the requests is not counted, since a tenant may at first get ahead by its longest request. The
+    greedy tenant keeps GREEDY times as many requests open as each other tenant, which keeps SLOTS / 2.
     """
     clients = [SLOTS // 2] * OTHERS
     clients.insert(0, GREEDY * SLOTS // 2)

@@ -52,7 +52,7 @@ MODELS = {
 
 @dataclass(eq=False, kw_only=True)
 class Stand:
-    """Runs one server at a time, and keeps it for as long as cases want the same flags.
+    """Runs one server at a time, and restarts it only for a case that needs other flags.
 
     Attributes:
         sizes: the model.
@@ -64,7 +64,7 @@ class Stand:
     _held: tuple[tuple[str, ...], Server, tempfile.TemporaryDirectory] | None = field(default=None, init=False)
 
     def scaled(self, count: int) -> int:
-        """Return the share of a number of requests."""
+        """Return `count` times `share`, rounded, at least 2."""
         return max(2, round(self.share * count))
 
     def flags(self, *more: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Stand:
         )
 
     def server(self, *more: str) -> Server:
-        """Return the running server with these additional flags; start it if another one runs or none."""
+        """Return a running server with these additional flags; if there is none, end any other server and start one."""
         flags = self.flags(*more)
         if self._held is None or self._held[0] != flags or self._held[1].process.poll() is not None:
             self.close()

@@ -1,8 +1,8 @@
 """Replicas behind a router that knows their prefixes, and losses of replicas.
 
-A text has two replicas by rendezvous hashing of its first page. A request goes to the first of them, or to the second
-if that one has less queued prefill by SPILL_S. A lost replica's requests go to others with their arrival times and
-deadlines unchanged, and start again there.
+Rendezvous hashing of a text's first page names two replicas. A request goes to the first of them, or to the second if
+its queued prefill is shorter by more than SPILL_S seconds. A lost replica's requests go to others, where they start
+again with their arrival times and deadlines unchanged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,21 +18,21 @@ from tessera.workbench.simulate.replica import Open, Replica
 from tessera.workbench.simulate.traffic import Arrival, Hashes, due_s
 
 STEP_S = 0.04
-"""Target seconds of a step with decoding rows: below the ITL limit, with room for a step that is late."""
+"""Target seconds of a step with decoding rows: below ITL_S, with room for a step that is late."""
 ITL_S = 0.05
 """Limit of the mean seconds per token after the first."""
 SIZES = {"edf": (1, 4, 16), "fcfs": (8,)}
-"""Segments of the compiled prefill programs. First come, first served takes chunks of 2,048 tokens."""
+"""Scheduler policy -> sizes of the compiled prefill programs, in segments of UNIT positions."""
 SPILL_S = 2.0
 DOWN_S = 120.0
 """Seconds until a lost replica is back, with an empty cache: its weights and compiled programs are on disk."""
 TAIL_S = 3600.0
-"""Seconds after the last arrival in which requests may end; those that do not are lost."""
+"""Seconds after the last arrival. A request that has not ended by then counts as lost."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a simulation leaves: requests that ended, and what the replicas counted.
+    """Result of a simulation: the requests that ended, and the replicas with their counts.
 
     Attributes:
         submitted: number of requests.
@@ -62,7 +62,7 @@ def simulate(
         policy: of the scheduler.
         arrivals: requests in order of time.
         losses: (time, index) of each loss of a replica.
-        most_late: stop early when more requests than that missed a limit.
+        most_late: stop early once more than this number of requests missed a limit.
     """
     costs = step_times(machine, attention)
     replicas = [

@@ -56,12 +56,13 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Costs of `runtime.scheduler`, read from tables.
+    """Predicted step times, from tables, in the form that `runtime.scheduler` takes (`Costs`).
 
     Attributes:
         weights: seconds in which a program reads the weights.
         row: seconds of a prefilled row's products.
-        row_links, answer, answer_links: seconds of a row's exchanges; the same two of a decoding row.
+        row_links: seconds of a prefilled row's exchanges between devices.
+        answer, answer_links: seconds of a decoding row's products and exchanges.
         attention: seconds of the attention of the first i segments of a prompt, by i.
         cache: seconds in which a decoding row reads its keys, by number of keys / UNIT.
     """

@@ -16,7 +16,7 @@ from tessera.runtime.scheduler import Costs, Scheduler, Work
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
-"""Decode steps taken at once while nothing waits or prefills; their keys differ by too little to change a step."""
+"""Maximum decode steps simulated as one while no request waits or prefills; their times are nearly equal."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,9 +24,9 @@ class Open:
     """A request that has not ended.
 
     Attributes:
-        hashes: of the prompt's pages that others may share.
-        pages: of the positions from 0 on.
-        published: pages offered to the prefix cache or taken from it.
+        hashes: hashes of the prompt's pages that other requests may share.
+        pages: page numbers, for the positions from 0 on.
+        published: number of pages offered to the prefix cache or taken from it.
         cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
         first_s: time of the first token; None before it.
         ended_s: time of the last token.
@@ -48,9 +48,9 @@ class Replica:
     Attributes:
         now_s: end of the last step.
         busy_s: seconds of all steps.
-        gaps: number of tokens that came after a step of so many milliseconds.
+        gaps: milliseconds of a step, rounded down -> number of tokens decoded in such steps.
         ended: requests that ended since the list was last emptied.
-        preempted: times that a request gave way.
+        preempted: number of times that a request lost its pages to another.
     """
 
     def __init__(self, scheduler: Scheduler, num_pages: int, *, slots: int = 64, costs: Costs | None = None):

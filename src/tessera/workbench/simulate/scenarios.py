@@ -14,16 +14,16 @@ from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
 GOAL = 0.99
 """Share of requests that must meet both limits."""
 WINDOW_S = 1200.0
-"""Seconds of constant load by which a capacity is found."""
+"""Seconds of constant load that each trial of the search for a capacity simulates."""
 PRECISION = 1.05
-"""Ratio of the least load that fails to the largest that holds, where the search ends."""
+"""The search for a capacity ends when the smallest failing load / the largest holding load is at most this."""
 LOAD = 0.8
 """Load of a day's busiest hour as a share of the capacity."""
 LOSSES = (0.39, 0.6, 0.83)
-"""Parts of a day after which one replica is lost: at 09:20, 14:20 and 20:00."""
+"""Times at which a replica is lost, as fractions of the day: about 09:20, 14:20 and 20:00."""
 TENANTS = 10
 GREEDY = 10.0
-"""Requests of the greedy tenant in units of another's."""
+"""Load of the greedy tenant, as a multiple of that of each other tenant."""
 
 
 def capacity(
@@ -93,8 +93,8 @@ def greedy(
     as much.
 
     Returns:
-        Jain's index of the prompt tokens served in the window over each tenant's max-min fair share; and for the other
-        nine, with an equal tenant and with the greedy one: p99 of TTFT, share in the limits, share of cached tokens.
+        Jain's index (see `jain`) with the greedy tenant. For the nine other tenants, first without and then with the
+        greedy one: p99 of the time to first token, share within the limits, share of prompt tokens from the cache.
     """
     one = replace(MACHINES[machine], replicas=1)
     even = {f"tenant {number}": 1.0 for number in range(TENANTS)}
@@ -134,7 +134,7 @@ def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float
 
 
 def _max_min(asked: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide a total so that nobody gets more than it asked for, and the rest is equal."""
+    """Divide a total fairly (max-min): equal shares, except for tenants that asked for less."""
     shares, left = {}, total
     for count, name in zip(range(len(asked), 0, -1), sorted(asked, key=asked.get)):
         shares[name] = min(asked[name], left / count)

@@ -11,13 +11,13 @@ from tessera.workbench.simulate.traffic import MIXES
 OP = "simulated serving"
 CHECK = "step times predicted by the roofline, not measured; scheduler, page pool and prefix cache are the real ones"
 PAIRS = (("kascade", "edf"), ("kascade", "fcfs"), ("dense", "edf"), ("dense", "fcfs"))
-"""Attention and scheduler of the capacities; the first is compared with the others."""
+"""(attention, scheduler policy) of each capacity to find. The first pair is compared with the others."""
 GOALS: Mapping[tuple[str, str], float] = {
     ("mixed", "dense, edf"): 1.5,
     ("long", "dense, edf"): 2.0,
     ("mixed", "kascade, fcfs"): 2.0,
 }
-"""Goals of the first pair's capacity over another's, by mix and other pair."""
+"""(mix, other pair) -> goal for the capacity of the first pair / that of the other pair."""
 JAIN_GOAL, OTHERS_GOAL = 0.95, 1.5
 """Goals next to a greedy tenant: least index of Jain, and largest ratio of the others' 99th percentile of TTFT."""
 

@@ -23,19 +23,19 @@ SYSTEM_TOKENS = 1024
 SYSTEMS = 8
 VOCAB = 128256
 BEFORE_S = 1200.0
-"""Seconds before the first request in which texts start whose later requests count, so that the rate is even."""
+"""Seconds before time 0 at which texts begin to arrive. Their later requests make the rate even from time 0 on."""
 
 Kind = Literal["chat", "document", "128K"]
 
 
 def due_s(prompt_tokens: int) -> float:
-    """Return the seconds within which the first token is due: 1, and 1 per 8,192 prompt tokens."""
+    """Return the time limit of the first token in seconds: 1, plus 1 per 8,192 prompt tokens."""
     return 1.0 + prompt_tokens / 8192
 
 
 @dataclass(frozen=True)
 class Text:
-    """Random tokens: `shared` from the seed of a system prompt (0: none), then more from the text's own seed."""
+    """`length` random tokens: SYSTEM_TOKENS drawn from the seed `system` (0: none), the others from `seed`."""
 
     seed: int
     length: int
@@ -82,7 +82,7 @@ MIXES = {
     "mixed": Mix(weights=(0.7, 0.28, 0.02)),
     "long": Mix(weights=(0.0, 0.9, 0.1), shortest=64_000, asked=1.0),
 }
-"""Mixes: "long" has no chats, and nobody asks twice."""
+"""Mixes by name. "long" has no chats, and one question per document."""
 
 
 def requests_per_start(mix: Mix) -> float:
@@ -96,9 +96,9 @@ class Stream:
 
     Attributes:
         rate: mean requests per second; of a day, the rate of its busiest hour.
-        seconds: length.
+        seconds: duration.
         daily: whether the rate follows a day's hours, of which `seconds` is the whole.
-        tenants: tenant -> share of the texts; equal texts are asked by one tenant.
+        tenants: tenant -> share of the texts. All requests about one text come from one tenant.
     """
 
     mix: Mix
@@ -109,7 +109,7 @@ class Stream:
     tenants: dict[str, float] = field(default_factory=lambda: {"": 1.0})
 
     def arrivals(self) -> list[Arrival]:
-        """Draw all arrivals, the first at 0 or later. No replica has seen the texts that started before."""
+        """Draw all arrivals from time 0 on. Earlier requests are left out, even if later ones continue their texts."""
         rng = np.random.default_rng([3, self.seed])
         names, shares = list(self.tenants), np.array(list(self.tenants.values()))
         starts, at, found, seed = self.rate / requests_per_start(self.mix), -BEFORE_S, [], self.seed * 10_000_000

@@ -104,7 +104,7 @@ def training(devices: Sequence[jax.Device], remat: bool = False, dtype: str = "f
 
 
 def filled(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of the least surprising values: any integer is the last position, which is also a token."""
+    """Return an array of valid values. Integers are the last position, which is also a valid token id."""
     value = KEYS - 1 if jnp.issubdtype(like.dtype, jnp.integer) else 0.01
     return jax.device_put(np.full(like.shape, value, like.dtype), like.sharding)
 

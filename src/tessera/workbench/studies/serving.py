@@ -41,7 +41,7 @@ class Case:
 
     Attributes:
         models: names of the models that it runs on.
-        apart: whether one run suffices, because the case counts and does not time.
+        once: whether one run suffices, because the case counts and does not time.
     """
 
     measure: Callable[[Stand, int], speed.Found]

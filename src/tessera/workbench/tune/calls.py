@@ -60,8 +60,10 @@ def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Sele
 
 
 def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str | None:
-    """Compare a few rows of a kernel's result with float64, for the role "score" also the masses; return the first
-    fault in words, or None."""
+    """Compare a few rows of a kernel's result with float64; return the first fault in words, or None.
+
+    For the role "score", check the masses too.
+    """
     num_queries = call.q.shape[1]
     picked = sorted({round(x) for x in np.linspace(0, num_queries - 1, min(CHECKED_ROWS, num_queries))})
     for row in picked:
