@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -153,8 +153,10 @@ class Clock:
 
 def prompts():
     """Beginnings of two documents that begin alike, each with a tail; few in all, because each runs alone once."""
-    cuts, tails = st.sampled_from((0, 31, 64, 97)), st.sampled_from(((7,), words(20, 3), words(32, 4), (9, BAD, 9)))
-    return st.builds(lambda text, cut, tail: text[:cut] + tail, st.sampled_from(DOCUMENTS), cuts, tails)
+    cuts, tails = st.sampled_from((0, 31, 64, 97)), st.sampled_from(((7,), words(20, 3), words(32, 4)))
+    good = st.builds(lambda text, cut, tail: text[:cut] + tail, st.sampled_from(DOCUMENTS), cuts, tails)
+    bad = st.builds(lambda cut: (BAD, *DOCUMENTS[0][:cut]), st.sampled_from((2, 64, 97)))
+    return st.one_of(good, good, good, good, bad)
 
 
 TENANTS = st.sampled_from(("", "b"))
@@ -182,9 +184,9 @@ class Serving(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.stack = ExitStack()
+        clock = Clock()
         for module in (engine, paged_lane, choosing):
-            self.stack.enter_context(patch.object(module, "time", clock := getattr(self, "clock", Clock())))
-            self.clock = clock
+            self.stack.enter_context(patch.object(module, "time", clock))
         self.open: dict[int, Asked] = {}
         self.pins: list[list[bytes]] = []
         self.taken: list[int] = []
@@ -423,6 +425,6 @@ def common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
 
 
 Serving.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, database=None, derandomize=True
+    max_examples=40, report_multiple_bugs=False, phases=[Phase.generate], stateful_step_count=25, deadline=None, database=None, derandomize=True
 )
 TestServing = Serving.TestCase
