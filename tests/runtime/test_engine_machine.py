@@ -208,7 +208,7 @@ class Serving(RuleBasedStateMachine):
         self.prefix = self.lane.prefix
         self.pages = self.prefix.pages
         if self.fault is not None:
-            type(self).fault(self.lane)
+            self.fault(self.lane)
 
     # --- rules
 
