@@ -191,15 +191,15 @@ def full_pool_never_preempts(lane: PagedLane) -> None:
     lane._give_way = give_way
 
 
-DEFAULT = (early_free, salt_without_tenant)
+DEFAULT = (early_free, swap_forgets_a_page)
 OTHERS = (
+    salt_without_tenant,
     double_free,
     whole_prompt_hit,
     hit_of_one_page_more,
     decode_written_pages_published,
     part_of_a_unit_published,
     reference_kept_on_cancel,
-    swap_forgets_a_page,
     swap_in_wrong_order,
     wrong_table_after_return,
     wrong_token_after_return,
@@ -219,6 +219,5 @@ OTHERS = (
 def test_the_machine_finds(fault):
     broken = type("Broken", (Serving,), {"fault": staticmethod(fault)})
     fast = settings(Serving.TestCase.settings, max_examples=200, phases=[Phase.generate], print_blob=False)
-    with pytest.raises(Exception) as found:
+    with pytest.raises((AssertionError, ValueError, KeyError, OutOfPages)):
         run_state_machine_as_test(broken, settings=fast)
-    print(fault.__name__, type(found.value).__name__, str(found.value)[:100].replace("\n", " "))
