@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tessera
 
+import tessera
 from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.workloads import Workload
