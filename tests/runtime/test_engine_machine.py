@@ -7,10 +7,12 @@ page. Free pages hold NaN, so that an answer which reads one fails.
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import jax
@@ -45,8 +47,7 @@ PAGING = Paging(num_pages=14, page=PAGE, unit=UNIT, sizes=(64, 32), batches=(1, 
 NEW = 20
 """Tokens of the longest answer that a request gets."""
 STALLED = 12
-"""Steps without a token, a computed prompt row or a request that gives way, at most: a prompt beside answers waits four
-steps, and each start of a request takes one."""
+"""Steps without progress, at most: a prompt beside answers waits four, and each start of a request takes one."""
 BAD = 263
 """The token whose embedding is NaN."""
 SAMPLINGS = (Sampling(), Sampling(temperature=0.9, repetition_penalty=1.3))
@@ -74,6 +75,15 @@ def open_engine(lag: int = 0, spill: Path | None = None) -> tuple[Engine, PagedL
     known = salt()
     with patch.object(Pool, "salt", lambda pool: known):
         return made, made._open(POLICY, SLOTS, KEYS, KEYS)
+
+
+@contextmanager
+def own_clock():
+    """Let seconds depend only on the history, so that the scheduler's choices repeat."""
+    clock = SimpleNamespace(perf_counter=count(0.0, 2e-3).__next__)
+    with patch.object(engine, "time", clock), patch.object(paged_lane, "time", clock):
+        with patch.object(choosing, "time", clock):
+            yield
 
 
 def words(length: int, seed: int) -> tuple[int, ...]:
@@ -105,6 +115,7 @@ CONTENTS: dict[tuple[int, ...], np.ndarray] = {}
 
 
 @cache
+@own_clock()
 def alone(prompt: tuple[int, ...], sampling: Sampling) -> Alone:
     cold, lane = open_engine()
     cold.submit(Request(prompt=prompt, max_new_tokens=NEW, sampling=sampling, prompt_logprobs=0))
@@ -129,23 +140,14 @@ def contents(lane: PagedLane) -> np.ndarray:
 
 @dataclass(eq=False)
 class Asked:
-    """A request that the machine has submitted, what it has received, and how many prompt tokens it may reuse."""
+    """A request of the machine, what it has received, and how many prompt tokens it may and must reuse."""
 
     request: Request
     expected: Alone
     reusable: int
+    least: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-
-
-class Clock:
-    """Seconds that depend only on the history: the scheduler's choices must repeat."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        self.now_s += 2e-3
-        return self.now_s
 
 
 def prompts():
@@ -181,9 +183,7 @@ class Serving(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.stack = ExitStack()
-        clock = Clock()
-        for module in (engine, paged_lane, choosing):
-            self.stack.enter_context(patch.object(module, "time", clock))
+        self.stack.enter_context(own_clock())
         self.open: dict[int, Asked] = {}
         self.pins: list[list[bytes]] = []
         self.taken: list[int] = []
@@ -287,7 +287,7 @@ class Serving(RuleBasedStateMachine):
                 assert len(asked.tokens) == asked.request.max_new_tokens
                 assert event.generation.finish_reason == "length"
                 assert event.reused_tokens % UNIT == 0
-                assert event.reused_tokens <= asked.reusable
+                assert asked.least <= event.reused_tokens <= asked.reusable
                 if event.reused_tokens == 0:
                     assert event.generation.prefill_keys == pytest.approx(expected.prefill_keys)
                 if asked.request.prompt_logprobs is not None:
@@ -328,8 +328,9 @@ class Serving(RuleBasedStateMachine):
         prompt, tenant = asked.request.prompt, asked.request.tenant
         hashes = self.prefix.hashes(prompt, tenant)[: (len(prompt) - 1) // UNIT * UNIT // PAGE]
         held = [name in self.prefix for name in hashes]
-        count = 0 if asked.request.prompt_logprobs is not None else [*held, False].index(False) * PAGE // UNIT * UNIT
-        asked.reusable = max(count, asked.reusable if self.prefix.spill else 0)
+        if asked.request.prompt_logprobs is None:
+            asked.least = [*held, False].index(False) * PAGE // UNIT * UNIT
+        asked.reusable = asked.reusable if self.prefix.spill else asked.least
         self.finish()
 
     @precondition(lambda self: len(self.pins) < 2)
