@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tessera
 from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.workloads import Workload
@@ -74,3 +75,13 @@ def test_all_keys_run_at_once_where_blocks_divide_them_and_scores_fit(num_keys, 
         *(np.broadcast_to(np.int8(0), (1, 2, num_keys, 16)),) * 2, scales=np.zeros(1) if shapes.scaled else None
     )
     assert decode.at_once_size(q, kv) == size
+
+
+@pytest.mark.parametrize("num_queries", [1, 16])
+def test_a_row_that_sees_nan_keys_gets_nan(num_queries):
+    """A finite output would be an answer from keys that nobody computed."""
+    k = jnp.ones((1, 32, 1, 16)).at[0, 3].set(jnp.nan)
+    out = tessera.attention(
+        jnp.ones((1, num_queries, 2, 16)), k, k, tessera.AttentionSpec(tile=16, query_tile=16), q_start=jnp.array([16])
+    )
+    assert np.isnan(np.asarray(out.out)).all()

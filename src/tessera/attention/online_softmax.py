@@ -152,7 +152,7 @@ def absorb(
 
 def finish_state(state: SoftmaxState, valid: Bool[Array, "... R"]) -> tuple[Float[Array, "... R H"], Array]:
     """Return out = acc / l and lse = ln(sum e^z) in float32; 0 and -inf for rows that are not valid or saw no key."""
-    seen = valid & (state.l > 0)
+    seen = valid & (state.l != 0)  # NaN passes: a row that sees a bad key must not get a finite output
     l = jnp.where(seen, state.l, 1.0)  # noqa: E741
     out = jnp.where(seen[..., None], state.acc / l[..., None], 0.0)
     return out, jnp.where(seen, LN_2 * (state.m + jnp.log2(l)), -jnp.inf)
