@@ -22,7 +22,7 @@ class Row:
         goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
         saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
         reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
-        entered: whether the request has had pages before.
+        computed: first and last positions, the last excluded, that the request had computed when it gave way.
     """
 
     ticket: Ticket
@@ -33,7 +33,7 @@ class Row:
     goal: int = 0
     saved: list[Cache] | None = None
     reads: dict[int, Reads] = field(default_factory=dict)
-    entered: bool = False
+    computed: tuple[int, int] = (0, 0)
 
     @property
     def prefilling(self) -> bool:
@@ -67,9 +67,8 @@ class Row:
         self.move(position)
         if self.saved is None:
             self.shared, self.goal = len(pages), self.ticket.answer.prompt_tokens
-            # What the request itself computed before it gave way is not reused.
-            self.ticket.reused = min(self.ticket.reused, position) if self.entered else position
-            self.entered = True
+            first, last = self.computed  # positions that the request itself computed are not reused
+            self.ticket.reused = position - max(0, min(position, last) - first)
             self.reads = {start: reads for start, reads in self.reads.items() if start < position}
             self.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
 
@@ -82,4 +81,7 @@ class Row:
 
     def leave(self) -> None:
         """Give up all pages: the request waits again."""
+        first, last = self.computed if any(self.computed) else (self.ticket.reused, 0)
+        if self.work.position > first:
+            self.computed = first, max(last, self.work.position)
         self.pages, self.work.position = [], 0
