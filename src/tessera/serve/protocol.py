@@ -8,7 +8,7 @@ vLLM's names.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from tessera.runtime.sampling import RANKS
 from tessera.serve.tools import call_schema
@@ -22,6 +22,11 @@ MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
+MAX_VALUES = 1 << 20
+"""Maximum commas of a body: as many tokens as the longest context has. The parser holds the interpreter, and with it
+all other requests, for a microsecond or more per value."""
+MAX_ERRORS = 1 << 10
+"""Maximum values that may be wrong before only the body is blamed: a report of a million takes seconds."""
 CHAT_TOKENS = 512
 """Maximum new tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
 keeps short chats dense: a plan's cross-over counts the new tokens that a request may have."""
@@ -29,8 +34,9 @@ COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1), FailFast()]
 Text = Annotated[str, Field(min_length=1)]
+type Prompts[Kind] = Annotated[list[Kind], Field(min_length=1, max_length=MAX_PROMPTS), FailFast()]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
@@ -137,7 +143,7 @@ class SamplingFields(Schema):
 class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Text | Ids | Prompts[Text] | Prompts[Ids]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
