@@ -77,9 +77,23 @@ class Answer:
     end: End | None = None
 
 
+class Stream(StreamingResponse):
+    """Server-sent events. `dropped` is called at the end, also if the client is gone before the first event."""
+
+    def __init__(self, pieces: AsyncIterator[str], dropped: Callable[[], None]):
+        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.dropped = dropped
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.dropped()
+
+
 def create(site: Site) -> FastAPI:
     """Build the FastAPI application that answers all routes for `site`."""
-    app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None, redirect_slashes=False)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
@@ -88,7 +102,11 @@ def create(site: Site) -> FastAPI:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return await refused(request, Refusal(error.status_code, f"no route {request.method} {request.url.path}"))
+        # request.url would parse the Host header, which may be nonsense
+        refusal = Refusal(error.status_code, f"no route {request.method} {request.scope['path']:.200}")
+        response = refusal_response(refusal)
+        response.headers.update(error.headers or {})  # Allow, of a 405
+        return response
 
     @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -289,7 +307,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     if body.stream:
         show_usage = body.stream_options is not None and body.stream_options.include_usage
         pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
-        return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return Stream(pieces, partial(_drop, site, answers))
     try:
         await _unless_gone(request, _all_ends(queue, len(answers)))
     finally:

@@ -6,6 +6,7 @@ vLLM's names.
 """
 
 import json
+from reprlib import Repr
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -22,16 +23,19 @@ MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
-MAX_VALUES = 1 << 20
-"""Maximum commas of a body: as many tokens as the longest context has. The parser holds the interpreter, and with it
-all other requests, for a microsecond or more per value."""
-MAX_ERRORS = 1 << 10
-"""Maximum values that may be wrong before only the body is blamed: a report of a million takes seconds."""
+MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
+"""Maximum commas and colons of a body, those of its texts included. The parser holds the interpreter, and with it every
+other request, for about a microsecond per value and ten per object."""
+MAX_ERRORS = 1000
+"""Maximum wrong values whose report is read: that of a million takes seconds."""
 CHAT_TOKENS = 512
 """Maximum new tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
 keeps short chats dense: a plan's cross-over counts the new tokens that a request may have."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
+
+SHORT = Repr(maxstring=80, maxother=80, maxlong=80)
+"""Writer of wrong values: the whole text of a large one would take seconds."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1), FailFast()]
@@ -339,9 +343,13 @@ class Refusal(Exception):
 
 def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
     """Parse a request's body; raise Refusal with the field's name, its value and what it must be."""
+    if raw.count(b",") > MAX_VALUES or raw.count(b":") > MAX_FIELDS:
+        raise Refusal(413, f"the body has over {MAX_VALUES:,} values or {MAX_FIELDS:,} fields: send fewer")
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:
+            raise Refusal(400, f"the body has {error.error_count():,} wrong fields or values") from None
         # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
         errors = error.errors(include_url=False, include_context=False)
         found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
@@ -351,7 +359,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
         raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)
     if found["type"] == "json_invalid" or field is None:
         raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
-    value = "" if found["type"] == "missing" else f"={found['input']!r:.80}"
+    value = "" if found["type"] == "missing" else f"={SHORT.repr(found['input']):.80}"
     raise Refusal(400, f"{field}{value}: {said}", param=field)
 
 
