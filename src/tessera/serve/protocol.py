@@ -9,7 +9,7 @@ import json
 from reprlib import Repr
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tessera.runtime.sampling import RANKS
 from tessera.serve.tools import call_schema
@@ -38,9 +38,9 @@ SHORT = Repr(maxstring=80, maxother=80, maxlong=80)
 """Writer of wrong values: the whole text of a large one would take seconds."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1), FailFast()]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
-type Prompts[Kind] = Annotated[list[Kind], Field(min_length=1, max_length=MAX_PROMPTS), FailFast()]
+type Prompts[Kind] = Annotated[list[Kind], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
