@@ -35,6 +35,10 @@ from tessera.serve.service import Job, Service
 from tessera.serve.tools import Speech, takes_tools, taught
 
 
+CHARACTERS = 128
+"""Characters of the longest tokens of usual vocabularies, which are runs of spaces."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """The model that the routes serve, and the service that runs it.
@@ -157,6 +161,7 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
     async def tokenize(request: Request) -> dict:
         body = parse(TokenizeBody, await request.body())
         _check_model(site, body.model)
+        _check_length(site, body.prompt, "prompt")
         async with site.encoding:
             tokens = await asyncio.to_thread(_tokenizer(site).encode, body.prompt, add_special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
@@ -202,7 +207,17 @@ def _tokenizer(site: Site):
     return site.model.tokenizer
 
 
+def _check_length(site: Site, text: str, param: str) -> None:
+    """Refuse a text that cannot fit the context before the tokenizer, which others wait for, spends seconds on it."""
+    limit = site.context * CHARACTERS
+    if len(text) > limit:
+        raise Refusal(400, f"{param} has {len(text):,} characters of at most {limit:,}: shorten it", param=param)
+
+
 def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_length(site, prompt, "prompt")
     try:
         return site.model.encode_prompts(prompts)
     except ValueError as error:
@@ -211,14 +226,15 @@ def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> lis
 
 def _render(site: Site, body: ChatBody) -> list[int]:
     messages, tools = [message.plain() for message in body.messages], body.offered
+    _check_length(site, "".join(message["content"] for message in messages), "messages")
     tokenizer = _tokenizer(site)
     used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if used and not takes_tools(tokenizer.chat_template):
-        messages, tools = taught(messages, tools), []
     try:
+        if used and not takes_tools(tokenizer.chat_template):
+            messages, tools = taught(messages, tools), []
         tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
         check_tokens(tokens, site.model.config, "the conversation")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, str(error), param="messages") from error
     return tokens
 
