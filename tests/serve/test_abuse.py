@@ -55,7 +55,9 @@ def honest(running):
 
 
 def idle(running):
-    running.until(lambda: running.metric("vllm:num_requests_running") + running.metric("vllm:num_requests_waiting") == 0)
+    running.until(
+        lambda: running.metric("vllm:num_requests_running") + running.metric("vllm:num_requests_waiting") == 0
+    )
     assert not running.service.open
 
 
@@ -220,7 +222,7 @@ BOMBS = {
     "itself": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
     "exponential": {"$ref": "#/$defs/0"}
     | {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{j}"} for j in range(40)]} for i in range(40)}},
-    "enum": {"enum": list(range(1_000_00))},
+    "enum": {"enum": list(range(100_000))},
     "items": {"type": "array", "minItems": 10**9, "items": {"type": "null"}},
     "nested": {"type": "string", "pattern": "(" * 5000 + "a" + ")" * 5000},
     "file": {"$ref": "file:///etc/passwd"},
@@ -285,7 +287,10 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET", 400),
+        (
+            f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET",
+            400,
+        ),
         (f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nContent-Length: 6\r\n\r\n12345", 400),
         (f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: -1\r\n\r\n", 400),
         (f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Transfer-Encoding: gzip\r\n\r\n", 400),
@@ -316,7 +321,8 @@ def test_wrong_http_gets_one_answer(running, sent, status):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "Bearer", "Bearer ", "Basic x", f"bearer{KEY}", f"Bearer {KEY}x", f"Bearer {KEY} {KEY}", "Bearer \xff"]
+    "value",
+    ["", "Bearer", "Bearer ", "Basic x", f"bearer{KEY}", f"Bearer {KEY}x", f"Bearer {KEY} {KEY}", "Bearer \xff"],
 )
 def test_a_bad_key_is_refused(running, value):
     sent = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nAuthorization: {value}\r\nContent-Length: 2\r\n\r\n{{}}"

@@ -97,7 +97,9 @@ class Stream(StreamingResponse):
 
 def create(site: Site) -> FastAPI:
     """Build the FastAPI application that answers all routes for `site`."""
-    app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None, redirect_slashes=False
+    )
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
