@@ -20,6 +20,7 @@ from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
 from tessera.serve.page import page
 from tessera.serve.protocol import (
+    CHARACTERS,
     CHAT_TOKENS,
     ChatBody,
     CompletionBody,
@@ -33,10 +34,6 @@ from tessera.serve.protocol import (
 from tessera.serve.replies import Reply, echoed, usage
 from tessera.serve.service import Job, Service
 from tessera.serve.tools import Speech, takes_tools, taught
-
-
-CHARACTERS = 128
-"""Characters of the longest tokens of usual vocabularies, which are runs of spaces."""
 
 
 @dataclass(frozen=True, kw_only=True)

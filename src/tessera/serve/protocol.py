@@ -23,6 +23,8 @@ MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
+CHARACTERS = 128
+"""Characters of the longest tokens of usual vocabularies, which are runs of spaces."""
 MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
 """Maximum commas and colons of a body, those of its texts included. The parser holds the interpreter, and with it every
 other request, for about a microsecond per value and ten per object."""
