@@ -303,7 +303,7 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
         ("GET /health/ HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + "a" * 63 + " b\r\n\r\n", 200),
         ("GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", 200),
-        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 401),
         ("\x16\x03\x01\x02", 400),
         (f"GET /../../etc/passwd HTTP/1.1\r\n{HEAD}\r\n", 404),
         (f"GET http://127.0.0.1:1/ HTTP/1.1\r\n{HEAD}\r\n", 404),

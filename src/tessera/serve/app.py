@@ -106,8 +106,7 @@ def create(site: Site) -> FastAPI:
     @app.exception_handler(405)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         # request.url would parse the Host header, which may be nonsense
-        refusal = Refusal(error.status_code, f"no route {request.method} {request.scope['path']:.200}")
-        response = refusal_response(refusal)
+        response = refusal_response(Refusal(error.status_code, f"no route {request.method} {request['path']:.200}"))
         response.headers.update(error.headers or {})  # Allow, of a 405
         return response
 
@@ -208,15 +207,13 @@ def _tokenizer(site: Site):
 
 def _check_length(site: Site, text: str, param: str) -> None:
     """Refuse a text that cannot fit the context before the tokenizer, which others wait for, spends seconds on it."""
-    limit = site.context * CHARACTERS
-    if len(text) > limit:
+    if len(text) > (limit := site.context * CHARACTERS):
         raise Refusal(400, f"{param} has {len(text):,} characters of at most {limit:,}: shorten it", param=param)
 
 
 def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_length(site, prompt, "prompt")
+    for prompt in filter(lambda one: isinstance(one, str), prompts):
+        _check_length(site, prompt, "prompt")
     try:
         return site.model.encode_prompts(prompts)
     except ValueError as error:
