@@ -20,6 +20,7 @@ from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
 from tessera.serve.page import page
 from tessera.serve.protocol import (
+    CHARACTERS,
     CHAT_TOKENS,
     ChatBody,
     CompletionBody,
@@ -77,9 +78,25 @@ class Answer:
     end: End | None = None
 
 
+class Stream(StreamingResponse):
+    """Server-sent events. `dropped` is called at the end, also if the client is gone before the first event."""
+
+    def __init__(self, pieces: AsyncIterator[str], dropped: Callable[[], None]):
+        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.dropped = dropped
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.dropped()
+
+
 def create(site: Site) -> FastAPI:
     """Build the FastAPI application that answers all routes for `site`."""
-    app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None, redirect_slashes=False
+    )
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
@@ -88,7 +105,10 @@ def create(site: Site) -> FastAPI:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return await refused(request, Refusal(error.status_code, f"no route {request.method} {request.url.path}"))
+        # request.url would parse the Host header, which may be nonsense
+        response = refusal_response(Refusal(error.status_code, f"no route {request.method} {request['path']:.200}"))
+        response.headers.update(error.headers or {})  # Allow, of a 405
+        return response
 
     @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -139,6 +159,7 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
     async def tokenize(request: Request) -> dict:
         body = parse(TokenizeBody, await request.body())
         _check_model(site, body.model)
+        _check_length(site, body.prompt, "prompt")
         async with site.encoding:
             tokens = await asyncio.to_thread(_tokenizer(site).encode, body.prompt, add_special=body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
@@ -184,7 +205,15 @@ def _tokenizer(site: Site):
     return site.model.tokenizer
 
 
+def _check_length(site: Site, text: str, param: str) -> None:
+    """Refuse a text that cannot fit the context before the tokenizer, which others wait for, spends seconds on it."""
+    if len(text) > (limit := site.context * CHARACTERS):
+        raise Refusal(400, f"{param} has {len(text):,} characters of at most {limit:,}: shorten it", param=param)
+
+
 def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    for prompt in filter(lambda one: isinstance(one, str), prompts):
+        _check_length(site, prompt, "prompt")
     try:
         return site.model.encode_prompts(prompts)
     except ValueError as error:
@@ -193,14 +222,15 @@ def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> lis
 
 def _render(site: Site, body: ChatBody) -> list[int]:
     messages, tools = [message.plain() for message in body.messages], body.offered
+    _check_length(site, "".join(message["content"] for message in messages), "messages")
     tokenizer = _tokenizer(site)
     used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if used and not takes_tools(tokenizer.chat_template):
-        messages, tools = taught(messages, tools), []
     try:
+        if used and not takes_tools(tokenizer.chat_template):
+            messages, tools = taught(messages, tools), []
         tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
         check_tokens(tokens, site.model.config, "the conversation")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, str(error), param="messages") from error
     return tokens
 
@@ -289,7 +319,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     if body.stream:
         show_usage = body.stream_options is not None and body.stream_options.include_usage
         pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
-        return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return Stream(pieces, partial(_drop, site, answers))
     try:
         await _unless_gone(request, _all_ends(queue, len(answers)))
     finally:

@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -15,12 +15,14 @@ from tessera.serve.protocol import Refusal
 
 logger = logging.getLogger(__name__)
 
-BODY_S = 30.0
-"""Maximum seconds from a request's headers to the end of its body."""
+BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 20
+"""A body may take this many seconds, and another one for each so many bytes that have arrived."""
 MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
+MAX_BODIES, SMALL_BODY = 256 << 20, 64 << 10
+"""Maximum bytes of all bodies that are being read or answered, and of a body that is taken even then."""
 DISCARD_S = 1.0
-"""Maximum seconds for which the server goes on reading a body that it has refused as too large."""
+"""Maximum seconds for which the server reads on after it has refused a request."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """Paths that need no API key: health probes, and the page, which asks its user for the key. Their responses reveal
 nothing about requests."""
@@ -43,11 +45,13 @@ class Front:
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
         self.app, self.keys = app, tuple(key.encode() for key in keys)
+        self.held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request and its whole body to the application, or refuse it with status 401, 408 or 413."""
         headers, began = dict(scope["headers"]), time.monotonic()
-        id, status = headers.get(b"x-request-id", b"")[:64] or uuid4().hex.encode(), 499
+        id, status = headers.get(b"x-request-id", b"")[:64].strip() or uuid4().hex.encode(), 499
+        held = 0
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -58,18 +62,28 @@ class Front:
 
         try:
             scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
-            given = [await _read_body(headers, receive)]
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                # a proxy may believe the one, and this server the other: what follows could be another's request
+                raise Refusal(400, "content-length and transfer-encoding exclude each other: send one")
+            body = bytearray()
+            async for piece in _body(headers, receive):
+                body += piece
+                held, self.held = held + len(piece), self.held + len(piece)
+                if held > SMALL_BODY and self.held > MAX_BODIES:
+                    raise Refusal(429, "the server reads too many large bodies: try again", retry_s=5)
+            given = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+            del body
 
             async def replay() -> Message:
                 return given.pop() if given else await receive()
 
             await self.app(scope, replay, answer)
         except Refusal as refusal:
-            await _refuse(answer, refusal)
-            if refusal.status == 413:
-                await _discard(receive)
+            await _refuse(answer, receive, refusal)
         except ConnectionError:
             pass  # the client closed the connection before its body was complete
+        finally:
+            self.held -= held
         line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
         logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
 
@@ -90,40 +104,41 @@ def tenant_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
-    """Return the whole body as one message; raise Refusal if it is too large or too slow."""
+async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body; raise Refusal if it is too large or too slow."""
     too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:
         raise too_large
-    body, deadline = bytearray(), time.monotonic() + BODY_S
-    while True:
+    size, deadline, message = 0, time.monotonic() + BODY_S, {"more_body": True}
+    while message.get("more_body"):
         try:
-            message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            message = await asyncio.wait_for(receive(), deadline + size / BODY_BYTES_PER_S - time.monotonic())
         except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {BODY_S:g} s: send the request again") from None
+            raise Refusal(408, "the body arrives too slowly: send the request again") from None
         if message["type"] != "http.request":
             raise ConnectionError
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY:
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > MAX_BODY:
             raise too_large
-        if not message.get("more_body"):
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
+        yield piece
 
 
-async def _discard(receive: Receive) -> None:
-    """Read the rest of a body for at most DISCARD_S seconds.
+async def _refuse(send: Send, receive: Receive, refusal: Refusal) -> None:
+    """Send the refusal and read on for a short time before the connection closes.
 
     If the server closed while the client still sends, TCP would reset the connection and the client would lose the
     response.
     """
+    body = json.dumps(refusal.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [] if refusal.retry_s is None else [(b"retry-after", str(refusal.retry_s).encode())]
+    headers += [(b"connection", b"close")]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             while (await receive()).get("more_body"):
                 pass
-
-
-async def _refuse(send: Send, refusal: Refusal) -> None:
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(refusal.body()).encode()})
+    await send({"type": "http.response.body", "body": b""})

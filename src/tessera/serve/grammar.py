@@ -4,7 +4,10 @@ Limits bound the time that a client's schema may cost. A grammar that exceeds th
 """
 
 import json
+import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import llguidance
 import numpy as np
 from jaxtyping import Bool
 
+from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
 
@@ -21,6 +25,14 @@ COMPACT = {"whitespace_flexible": False}
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 """llguidance's default limits: at most about 20 ms per schema and 15 ms per token. They are written out because the
 server relies on them."""
+
+WORKER = Path(__file__).with_name("grammar_worker.py")
+SCHEMA_CHARACTERS = 1 << 16
+"""Maximum characters of a schema. llguidance takes seconds for some that are larger."""
+COMPILE_S = 2.0
+"""Maximum seconds to compile a schema; usual ones take milliseconds."""
+READY_S = 60.0
+"""Maximum seconds until the worker is ready. Its start takes 0.3 s on an idle machine."""
 
 
 class Grammars:
@@ -36,11 +48,15 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "tokenizer.json"
-            path.write_text(tokenizer.backend.to_str(), encoding="utf-8")
-            self._tokenizer = llguidance.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_ids))
+        folder = tempfile.TemporaryDirectory()
+        path, ends = Path(folder.name) / "tokenizer.json", list(eos_ids)
+        path.write_text(tokenizer.backend.to_str(), encoding="utf-8")
+        self._tokenizer = llguidance.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=ends)
+        self._asked = {"tokenizer": str(path), "vocab_size": vocab_size, "eos_ids": ends}
         self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._worker, folder)
 
     def json(self, schema: Mapping[str, Any]) -> Callable[[], Guide]:
         """Return a function that makes a guide for one answer, which then follows the schema.
@@ -48,16 +64,34 @@ class Grammars:
         The schema {"type": "object"} allows any object.
 
         Raises:
-            ValueError: the schema is wrong, unsupported or too large.
+            ValueError: the schema is wrong, unsupported, too large or takes too long to compile.
         """
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
-        first = self._matcher(grammar)
-        return lambda: Following(first.deep_copy())
-
-    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        text = json.dumps(schema)
+        if len(text) > SCHEMA_CHARACTERS:
+            raise ValueError(
+                f"the schema has {len(text):,} characters of at most {SCHEMA_CHARACTERS:,}: describe fewer alternatives"
+            )
+        matcher = llguidance.LLMatcher(self._tokenizer, self._tried(text), log_level=0, limits=self._limits)
         _check(matcher)
-        return matcher
+        return lambda: Following(matcher.deep_copy())
+
+    def _tried(self, schema: str) -> str:
+        """Return the schema's grammar, which the worker has compiled without harm."""
+        asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "schema": schema, "limit_s": COMPILE_S}
+        with self._lock:
+            try:
+                reply = self._worker.ask(asked, COMPILE_S)
+            except Ended as ended:
+                reason = f"it takes over {COMPILE_S:g} s to compile" if ended.late else "its references are too deep"
+                raise ValueError(f"the grammar fails: {reason}") from ended
+        if "error" in reply:
+            raise ValueError(f"the grammar fails: {reply['error'][:300]}")
+        return reply["grammar"]
+
+
+def _close(worker: Worker, folder: tempfile.TemporaryDirectory) -> None:
+    worker.close()
+    folder.cleanup()
 
 
 class Following:

@@ -6,6 +6,7 @@ vLLM's names.
 """
 
 import json
+from reprlib import Repr
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,15 +23,26 @@ MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
+CHARACTERS = 128
+"""Characters of the longest tokens of usual vocabularies, which are runs of spaces."""
+MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
+"""Maximum commas and colons of a body, those of its texts included. The parser holds the interpreter, and with it every
+other request, for about a microsecond per value and ten per object."""
+MAX_ERRORS = 1000
+"""Maximum wrong values whose report is read: that of a million takes seconds."""
 CHAT_TOKENS = 512
 """Maximum new tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
 keeps short chats dense: a plan's cross-over counts the new tokens that a request may have."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
+SHORT = Repr(maxstring=80, maxother=80, maxlong=80)
+"""Writer of wrong values: the whole text of a large one would take seconds."""
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
+type Prompts[Kind] = Annotated[list[Kind], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
@@ -137,7 +149,7 @@ class SamplingFields(Schema):
 class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Text | Ids | Prompts[Text] | Prompts[Ids]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
@@ -333,9 +345,13 @@ class Refusal(Exception):
 
 def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
     """Parse a request's body; raise Refusal with the field's name, its value and what it must be."""
+    if raw.count(b",") > MAX_VALUES or raw.count(b":") > MAX_FIELDS:
+        raise Refusal(413, f"the body has over {MAX_VALUES:,} values or {MAX_FIELDS:,} fields: send fewer")
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:
+            raise Refusal(400, f"the body has {error.error_count():,} wrong fields or values") from None
         # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
         errors = error.errors(include_url=False, include_context=False)
         found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
@@ -345,7 +361,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
         raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)
     if found["type"] == "json_invalid" or field is None:
         raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
-    value = "" if found["type"] == "missing" else f"={found['input']!r:.80}"
+    value = "" if found["type"] == "missing" else f"={SHORT.repr(found['input']):.80}"
     raise Refusal(400, f"{field}{value}: {said}", param=field)
 
 

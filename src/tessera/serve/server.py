@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 HEADER_S = 10.0
 """Seconds from a connection's start, or from its last response, until the next request's headers are complete."""
+WRITE_S = 10.0
+"""Seconds that a client may leave a full buffer of its answer unread."""
+PIECE = 4096
+"""Bytes that are parsed at a time. A body in chunks of one byte takes 20 us for six bytes, while others wait."""
 MAX_CONNECTIONS = 1000
 DRAIN_S = 30.0
 """Seconds that open requests may take after SIGTERM."""
@@ -53,12 +57,20 @@ class Work(Protocol):
 
 
 class Deadlines(H11Protocol):
-    """HTTP/1.1 with a deadline for a request's headers."""
+    """HTTP/1.1 with deadlines for a request's headers and for an answer that is not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first request's headers."""
         super().connection_made(transport)
+        self._stalled: asyncio.TimerHandle | None = None
         self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, a few at a time."""
+        for start in range(0, len(data), PIECE):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + PIECE])
 
     def handle_events(self) -> None:
         """Process received bytes; cancel the deadline if they complete a request's headers."""
@@ -71,17 +83,28 @@ class Deadlines(H11Protocol):
         self._await_headers()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        """Start the deadline for reading the answer: the connection's buffer is full."""
+        super().pause_writing()
+        self._stalled = asyncio.get_running_loop().call_later(WRITE_S, self._cut)
+
+    def resume_writing(self) -> None:
+        """Cancel the deadline: the client has read most of the buffer."""
+        super().resume_writing()
+        self._stalled.cancel()
+
     def connection_lost(self, error: Exception | None) -> None:
-        """Cancel the deadline when the connection closes."""
+        """Cancel the deadlines when the connection closes."""
         self._deadline.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
         super().connection_lost(error)
 
     def _await_headers(self) -> None:
-        self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self._too_late)
+        self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self._cut)
 
-    def _too_late(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
+    def _cut(self) -> None:
+        self.transport.abort()  # `close` would wait until the client has read everything
 
 
 class Server(uvicorn.Server):

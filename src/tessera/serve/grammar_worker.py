@@ -1,0 +1,69 @@
+"""Compile JSON schemas in a separate process, because a small schema may crash llguidance or keep it busy for minutes.
+
+Reads JSON requests {"tokenizer", "vocab_size", "eos_ids", "limits", "overrides", "schema", "limit_s"} from standard
+input, one per line, and answers each with a line of JSON on standard output: {"grammar"} or {"error"}. `tokenizer` is
+the path of a tokenizer.json. The process runs this file directly and imports only llguidance and the standard library.
+"""
+
+import json
+import math
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+
+import llguidance
+
+MEMORY_BYTES = 2 << 30
+"""Maximum bytes of this process's address space."""
+STACK_BYTES = 1 << 20
+"""Stack of the thread that compiles: an eighth of the server's, so that what passes here cannot overflow it there."""
+
+
+def main() -> int:
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores SIGALRM passes that on
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    return 0
+
+
+def answer() -> None:
+    """Compile each schema."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.alarm(math.ceil(request.pop("limit_s")) + 1)  # ends the process even if the parent is killed meanwhile
+        try:
+            reply = compiled(**request)
+        except (ValueError, MemoryError) as error:
+            reply = {"error": str(error)}
+        signal.alarm(0)
+        print(json.dumps(reply), flush=True)
+
+
+@cache
+def tokenizer_of(path: str, vocab_size: int, eos_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
+    """Read a tokenizer once."""
+    return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(eos_ids))
+
+
+def compiled(
+    tokenizer: str, vocab_size: int, eos_ids: list[int], limits: dict[str, int], overrides: dict[str, bool], schema: str
+) -> dict[str, str]:
+    """Return the schema's grammar, or what is wrong with it."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    reader = tokenizer_of(tokenizer, vocab_size, tuple(eos_ids))
+    matcher = llguidance.LLMatcher(reader, grammar, log_level=0, limits=llguidance.LLParserLimits(**limits))
+    return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
