@@ -16,7 +16,7 @@ Goyal et al. 1996).
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol, Self, get_args
 
@@ -24,6 +24,7 @@ from tessera.core.shapes import ceil_div
 
 Policy = Literal["edf", "fcfs"]
 
+MOST = 8
 HORIZON = 4
 """A request gets a row when its prompt would be computed within this many of the largest prefill steps."""
 
@@ -171,6 +172,7 @@ class Scheduler:
         self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
+        self._share = 0.0
         self._active: dict[str, set[str]] = {"admit": set(), "chunk": set()}
         self._turns = {"admit": 0, "chunk": 0}  # decisions since the oldest late request went first
         self._without = 0  # steps in a row without prefill while a prompt waits
@@ -210,7 +212,7 @@ class Scheduler:
         self._see("admit", both)
         ordered = self._order("admit", now_s, both)
         if not prefill:
-            return ordered
+            return list(ordered)
         inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
         found = []
         for work in ordered:
@@ -237,7 +239,12 @@ class Scheduler:
 
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
-        self._served[work.tenant] = self._served.get(work.tenant, 0.0) + tokens
+        self._share += tokens / max(1, len(self._served))
+        ahead = max(self._served.get(work.tenant, 0.0), self._share) + tokens
+        self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
+
+    def _level(self, tenant: str) -> int:
+        return int(max(0.0, self._served[tenant] - self._share) // self.burst)
 
     def _segments(self, work: Work) -> int:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
@@ -251,30 +258,25 @@ class Scheduler:
                 return cut
         return _first(shares, self.sizes[0]) if self._without >= self.patience else []
 
-    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> list[Work]:
-        if len(works) < 2:
-            return list(works)
+    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> Iterator[Work]:
+        """Yield requests by level; within a level the timely ones, then the late ones."""
         if self.policy == "fcfs":
-            return sorted(works, key=lambda work: (work.arrived_s, work.id))
-        least = min(self._served[work.tenant] for work in works)
-        behind: list[Work] = []
-        ordered: list[Work] = []
-        ends_s = now_s
-        levels: dict[int, list[Work]] = {}  # by bursts that the tenant is ahead
+            yield from sorted(works, key=lambda work: (work.arrived_s, work.id))
+            return
+        levels: dict[int, list[Work]] = {}
         for work in works:
-            levels.setdefault(int((self._served[work.tenant] - least) // self.burst), []).append(work)
+            levels.setdefault(self._level(work.tenant), []).append(work)
+        aged = False
         for level in sorted(levels):
-            timely, late, ends_s = self._timely(ends_s, levels[level])
-            ordered += timely + late
-            behind += late
-        if behind:
-            self._turns[name] += 1
-            if self._turns[name] >= self.ageing:
-                self._turns[name] = 0
-                oldest = min(behind, key=lambda work: (work.arrived_s, work.id))
-                ordered.remove(oldest)
-                ordered.insert(0, oldest)
-        return ordered
+            timely, late, now_s = self._timely(now_s, levels[level])
+            if late and not aged:
+                aged = True
+                self._turns[name] += 1
+                if self._turns[name] >= self.ageing:
+                    self._turns[name] = 0
+                    yield late.pop(0)
+            yield from timely
+            yield from late
 
     def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
         """Split requests into those that can be in time, by deadline, and late ones, by arrival (Moore and Hodgson).
@@ -297,13 +299,11 @@ class Scheduler:
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
         """Note the active tenants, and bring those that were idle to the least virtual time of the others."""
-        before = self._active["admit"] | self._active["chunk"]
         self._active[name] = {work.tenant for work in works}
-        if new := self._active[name] - before:
-            floor = min((self._served[tenant] for tenant in before), default=0.0)
-            kept = before | new
-            self._served = {t: v for t, v in self._served.items() if t in kept or v > floor}
-            self._served |= {tenant: max(self._served.get(tenant, 0.0), floor) for tenant in new}
+        active = self._active["admit"] | self._active["chunk"]
+        self._served = {t: v for t, v in self._served.items() if t in active or v > self._share}
+        for tenant in active:
+            self._served.setdefault(tenant, self._share)
 
 
 def _first(shares: Sequence[tuple[Work, int]], size: int) -> list[tuple[Work, int]]:
