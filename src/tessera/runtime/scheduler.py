@@ -263,9 +263,10 @@ class Scheduler:
         if self.policy == "fcfs":
             yield from sorted(works, key=lambda work: (work.arrived_s, work.id))
             return
+        ahead = {tenant: self._level(tenant) for tenant in {work.tenant for work in works}}
         levels: dict[int, list[Work]] = {}
         for work in works:
-            levels.setdefault(self._level(work.tenant), []).append(work)
+            levels.setdefault(ahead[work.tenant], []).append(work)
         aged = False
         for level in sorted(levels):
             timely, late, now_s = self._timely(now_s, levels[level])
