@@ -146,22 +146,32 @@ class PagedLane:
     def _admit(self) -> None:
         """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
-        free = [index for index, row in enumerate(self.slots) if row is None]
-        if not (free and self.waiting):
+        if not self.waiting:
             return
         known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
+        tenants = {row.work.tenant: row.work for row in known.values()}
+        if None not in self.slots and not any(map(self._displaced, tenants.values())):
+            return
         prefill = [row.work for row in self._running if row.prefilling]
         for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()], prefill):
-            if not free:
-                return
             row = known[work.id]
             if not self._fits(row):
                 continue
             matched = self.prefix.match(row.matchable(self.pool.paging.page, self.pool.paging.unit))
-            if self._running and row.need(self.pool.paging.page) - len(matched) > self.prefix.available:
-                self.prefix.pages.release(matched)
-                return  # nobody overtakes: the pages that come free next are this request's
-            self._enter(row, free.pop(0), matched)
+            need = row.need(self.pool.paging.page) - len(matched)
+            while None not in self.slots or (self._running and need > self.prefix.available):
+                victim = self._displaced(work)
+                if victim is None:
+                    self.prefix.pages.release(matched)
+                    return  # nobody overtakes: the pages that come free next are this request's
+                self._give_way(victim)
+            self._enter(row, self.slots.index(None), matched)
+
+    def _displaced(self, work: Work) -> Row | None:
+        """Return the running request that gives way to a waiting one, if one does."""
+        running = {row.work.id: row for row in self._running}
+        victim = self.scheduler.displaced(work, [row.work for row in running.values()])
+        return None if victim is None else running[victim.id]
 
     def _row(self, ticket: Ticket) -> Row:
         """Return the record of a waiting request."""

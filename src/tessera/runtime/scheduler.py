@@ -9,10 +9,11 @@ Requests are ordered by the rule of Moore and Hodgson, which on one machine make
 deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
 requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
 
-Each tenant has a virtual time, the tokens computed for it. Its lead is this time minus the least virtual time of the
-active tenants, in whole multiples of `burst` tokens. Requests of tenants with a smaller lead go first. An idle tenant
-saves nothing: when it comes back, it starts at the least virtual time of the active ones (Start-time Fair Queueing,
-Goyal et al. 1996).
+Each tenant has a virtual time, the tokens computed for it. The share is the virtual time of a tenant that always gets
+its equal part: each computed token adds 1 / tenants to it. A tenant's level is the whole multiples of `burst` tokens by
+which it is ahead of the share. Lower levels go first, and may take rows and pages from higher ones. An idle tenant
+saves nothing: it is never behind the share. It is never ahead by more than MOST bursts either, so that one that had the
+machine to itself soon gets its part again.
 """
 
 import heapq
@@ -24,9 +25,10 @@ from tessera.core.shapes import ceil_div
 
 Policy = Literal["edf", "fcfs"]
 
-MOST = 8
 HORIZON = 4
 """A request gets a row when its prompt would be computed within this many of the largest prefill steps."""
+MOST = 4
+"""Bursts by which a tenant can be ahead of its share."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,7 +144,8 @@ class Scheduler:
         policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
         ageing: every so many decisions, the oldest late request goes first.
         patience: maximum decode steps in a row without prefill while a prompt waits.
-        burst: tokens by which tenants may differ before those ahead go after the others.
+        burst: tokens by which a tenant may be ahead of its share before it goes after the others. A smaller one makes
+            a tenant that sends two long documents late although nobody asks too much.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -158,7 +161,7 @@ class Scheduler:
         policy: Policy = "edf",
         ageing: int = 16,
         patience: int = 4,
-        burst: int = 1 << 18,
+        burst: int = 1 << 20,
     ):
         if policy not in get_args(Policy):
             raise ValueError(f"{policy=} must be one of {', '.join(get_args(Policy))}")
@@ -172,7 +175,7 @@ class Scheduler:
         self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
-        self._share = 0.0
+        self._share = 0.0  # the virtual time of a tenant that gets its equal part
         self._active: dict[str, set[str]] = {"admit": set(), "chunk": set()}
         self._turns = {"admit": 0, "chunk": 0}  # decisions since the oldest late request went first
         self._without = 0  # steps in a row without prefill while a prompt waits
@@ -237,6 +240,24 @@ class Scheduler:
         others = [work for work in running if work is not oldest] or [oldest]
         return max(others, key=lambda work: (work.deadline_s, work.id))
 
+    def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
+        """Return who gives way so that a waiting request can start: of a higher level, or None.
+
+        The highest level goes first, in it prompts before answers, whose keys would have to be copied, and the latest
+        arrival.
+        """
+        level = self._level(entrant.tenant)
+        return max(
+            (work for work in running if self._level(work.tenant) > level),
+            key=lambda work: (
+                self._level(work.tenant),
+                work.position < work.prompt_tokens,
+                work.arrived_s,
+                work.id,
+            ),
+            default=None,
+        )
+
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
         self._share += tokens / max(1, len(self._served))
@@ -244,7 +265,7 @@ class Scheduler:
         self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
 
     def _level(self, tenant: str) -> int:
-        return int(max(0.0, self._served[tenant] - self._share) // self.burst)
+        return int(max(0.0, self._served.get(tenant, 0.0) - self._share) // self.burst)
 
     def _segments(self, work: Work) -> int:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
@@ -299,7 +320,7 @@ class Scheduler:
         return timely, sorted(late, key=lambda work: (work.arrived_s, work.id)), ends_s
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
-        """Note the active tenants, and bring those that were idle to the least virtual time of the others."""
+        """Note the active tenants, and forget idle ones that are no longer ahead of the share."""
         self._active[name] = {work.tenant for work in works}
         active = self._active["admit"] | self._active["chunk"]
         self._served = {t: v for t, v in self._served.items() if t in active or v > self._share}
