@@ -260,8 +260,8 @@ class Scheduler:
 
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
-        self._share += tokens / max(1, len(self._served))
         ahead = max(self._served.get(work.tenant, 0.0), self._share) + tokens
+        self._share += tokens / max(1, len(self._served))
         self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
 
     def _level(self, tenant: str) -> int:
