@@ -351,6 +351,7 @@ def test_a_tenant_ahead_of_its_share_gives_its_row_or_pages_to_another_and_answe
     events = [event for _ in range(20) for event in engine.step()]
     [lane] = engine.lanes.values()
     engine.submit(modest)
+    events += engine.step()
     lane.scheduler.served(lane._rows[0].work, 10_000)
     events += engine.drain()
     ends = {event.id: event.generation for event in events if isinstance(event, End)}

@@ -149,8 +149,7 @@ class PagedLane:
         if not self.waiting:
             return
         known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
-        tenants = {row.work.tenant: row.work for row in known.values()}
-        if None not in self.slots and not any(map(self._displaced, tenants.values())):
+        if None not in self.slots and len({row.work.tenant for row in (*known.values(), *self._running)}) == 1:
             return
         prefill = [row.work for row in self._running if row.prefilling]
         for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()], prefill):
