@@ -156,6 +156,8 @@ class PagedLane:
             row = known[work.id]
             if not self._fits(row):
                 continue
+            if None not in self.slots and self._displaced(work) is None:
+                return
             matched = self.prefix.match(row.matchable(self.pool.paging.page, self.pool.paging.unit))
             need = row.need(self.pool.paging.page) - len(matched)
             while None not in self.slots or (self._running and need > self.prefix.available):

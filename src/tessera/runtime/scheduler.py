@@ -241,10 +241,10 @@ class Scheduler:
         return max(others, key=lambda work: (work.deadline_s, work.id))
 
     def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
-        """Return who gives way so that a waiting request can start: of a higher level, or None.
+        """Return the running request that gives way so that a waiting one can start, or None.
 
-        The highest level goes first, in it prompts before answers, whose keys would have to be copied, and the latest
-        arrival.
+        Its tenant has the highest level, above the waiting one's. Among these, unfinished prompts go before answers,
+        whose keys must be copied to the host, and later arrivals before earlier ones.
         """
         level = self._level(entrant.tenant)
         return max(
