@@ -36,6 +36,8 @@ STEP_S = 0.1
 """Maximum seconds of a step in which rows decode, until `warm` has measured such steps."""
 STRETCH = 2.0
 """How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
+BURSTS = 8
+"""Bursts in the longest request: with fewer, usual requests pass by the dozen before the next tenant's turn."""
 NO_ROOM = "the request alone needs more pages than the pool has besides the pinned ones"
 
 
@@ -55,7 +57,8 @@ class PagedLane:
     def __init__(self, pool: Pool, *, slots: int, lag: int):
         self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
-        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=pool.width * pool.paging.page)
+        burst = max(1, pool.width * pool.paging.page // BURSTS)
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=burst)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
         self._began_s = 0.0
         self.slots: list[Row | None] = [None] * slots
