@@ -340,6 +340,27 @@ def test_a_tenant_with_many_requests_does_not_keep_another_waiting(model):
     assert max(ends.index(number) for number in range(24, 28)) < 16
 
 
+@pytest.mark.parametrize("num_pages", [33, 9])
+def test_a_tenant_ahead_of_its_share_gives_its_row_or_pages_to_another_and_answers_the_same(model, num_pages):
+    """The greedy tenant's two requests hold both rows; in the small pool, they also hold nearly all pages."""
+    engine = engine_of(model, "own", num_keys=224, num_pages=num_pages)
+    greedy = [Request(prompt=prompt(100, seed), max_new_tokens=110 - 40 * seed, tenant="greedy") for seed in range(2)]
+    modest = Request(prompt=prompt(60), max_new_tokens=3, tenant="modest")
+    for request in greedy:
+        engine.submit(request)
+    events = [event for _ in range(20) for event in engine.step()]
+    [lane] = engine.lanes.values()
+    engine.submit(modest)
+    events += engine.step()
+    lane.scheduler.served(lane._rows[0].work, 10_000)
+    events += engine.drain()
+    ends = {event.id: event.generation for event in events if isinstance(event, End)}
+    assert lane.preempted >= 1
+    assert list(ends)[0] == 2
+    for id, request in enumerate((*greedy, modest)):
+        assert ends[id].tokens == alone(model, request, "own").tokens
+
+
 def first_step(model: Model, request: Request) -> Row:
     """Run the first step of a request whose prompt takes several, and return its row."""
     engine = engine_of(model)

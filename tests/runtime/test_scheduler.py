@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.runtime.scheduler import HORIZON, LinearCosts, Scheduler, Work
+from tessera.runtime.scheduler import HORIZON, MOST, LinearCosts, Scheduler, Work
 
 COSTS = LinearCosts(base=1e-3, row=1e-5, pair=1e-9, answer=1e-5, key=1e-8)
 UNIT, SIZES = 64, (1, 4, 16)
@@ -173,6 +173,43 @@ def test_a_tenant_that_was_idle_saved_nothing():
     each.chunk(1.0, [busy, new], [])
     each.served(new, 64)
     assert each.chunk(2.0, [busy, new], [])[0][0] is busy
+
+
+def test_a_tenant_ahead_of_its_share_goes_last_and_has_repaid_when_the_share_reaches_it():
+    """A third tenant keeps a request open all the time, and never holds the share back."""
+    each = scheduler(burst=1000)
+    ahead, new, idle = (work(id, 64_000, tenant=tenant) for id, tenant in enumerate("abc"))
+    each.chunk(0.0, [ahead, new, idle], [])
+    each.served(ahead, 2400)  # 1,600 more than the share
+    assert each.chunk(1.0, [ahead, new, idle], [])[0][0] is not ahead
+    for work_ in (new, idle):
+        each.served(work_, 1200)
+    assert each.chunk(2.0, [ahead, new, idle], [])[0][0] is ahead
+
+
+def test_a_tenant_that_had_the_machine_alone_is_ahead_by_a_bounded_amount():
+    each = scheduler(burst=1000)
+    busy, new = work(0, 64_000, tenant="a"), work(1, 64_000, tenant="b")
+    each.chunk(0.0, [busy, new], [])
+    each.served(busy, 1_000_000)
+    each.served(new, 2 * MOST * 1000)
+    assert each.chunk(1.0, [busy, new], [])[0][0] is busy
+
+
+def test_only_a_tenant_of_a_higher_level_is_displaced_prompts_first():
+    each = scheduler(burst=1000)
+    answer = work(0, 640, tenant="a", at=2.0, position=640)
+    early, late = (work(id, 640, tenant="a", at=float(id), position=64) for id in (1, 2))
+    other, new = work(3, 640, tenant="b", at=9.0), work(4, 640, tenant="c", at=10.0)
+    running = [answer, early, late, other]
+    each.chunk(0.0, [*running, new], [])
+    assert each.displaced(new, running) is None
+    each.served(answer, 3000)
+    assert each.displaced(new, running) is late
+    assert each.displaced(new, [answer, early, other]) is early
+    assert each.displaced(new, [answer, other]) is answer
+    assert each.displaced(new, [other]) is None
+    assert each.displaced(answer, running) is None
 
 
 @settings(max_examples=8, deadline=None)

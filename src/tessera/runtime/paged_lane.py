@@ -36,6 +36,8 @@ STEP_S = 0.1
 """Maximum seconds of a step in which rows decode, until `warm` has measured such steps."""
 STRETCH = 2.0
 """How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
+BURSTS = 8
+"""Bursts in the longest request: with fewer, usual requests pass by the dozen before the next tenant's turn."""
 NO_ROOM = "the request alone needs more pages than the pool has besides the pinned ones"
 
 
@@ -55,7 +57,8 @@ class PagedLane:
     def __init__(self, pool: Pool, *, slots: int, lag: int):
         self.pool, self.lag, self.prefix = pool, lag, StoredPrefix(pool)
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
-        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=pool.width * pool.paging.page)
+        burst = max(1, pool.width * pool.paging.page // BURSTS)
+        self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=burst)
         self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
         self._began_s = 0.0
         self.slots: list[Row | None] = [None] * slots
@@ -146,22 +149,33 @@ class PagedLane:
     def _admit(self) -> None:
         """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
-        free = [index for index, row in enumerate(self.slots) if row is None]
-        if not (free and self.waiting):
+        if not self.waiting:
             return
         known = {(row := self._row(ticket)).work.id: row for ticket in self.waiting}
+        if None not in self.slots and len({row.work.tenant for row in (*known.values(), *self._running)}) == 1:
+            return
         prefill = [row.work for row in self._running if row.prefilling]
         for work in self.scheduler.admit(time.perf_counter(), [row.work for row in known.values()], prefill):
-            if not free:
-                return
             row = known[work.id]
             if not self._fits(row):
                 continue
+            if None not in self.slots and self._displaced(work) is None:
+                return
             matched = self.prefix.match(row.matchable(self.pool.paging.page, self.pool.paging.unit))
-            if self._running and row.need(self.pool.paging.page) - len(matched) > self.prefix.available:
-                self.prefix.pages.release(matched)
-                return  # nobody overtakes: the pages that come free next are this request's
-            self._enter(row, free.pop(0), matched)
+            need = row.need(self.pool.paging.page) - len(matched)
+            while None not in self.slots or (self._running and need > self.prefix.available):
+                victim = self._displaced(work)
+                if victim is None:
+                    self.prefix.pages.release(matched)
+                    return  # nobody overtakes: the pages that come free next are this request's
+                self._give_way(victim)
+            self._enter(row, self.slots.index(None), matched)
+
+    def _displaced(self, work: Work) -> Row | None:
+        """Return the running request that gives way to a waiting one, if one does."""
+        running = {row.work.id: row for row in self._running}
+        victim = self.scheduler.displaced(work, [row.work for row in running.values()])
+        return None if victim is None else running[victim.id]
 
     def _row(self, ticket: Ticket) -> Row:
         """Return the record of a waiting request."""

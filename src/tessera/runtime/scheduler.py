@@ -9,14 +9,15 @@ Requests are ordered by the rule of Moore and Hodgson, which on one machine make
 deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
 requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
 
-Each tenant has a virtual time, the tokens computed for it. Its lead is this time minus the least virtual time of the
-active tenants, in whole multiples of `burst` tokens. Requests of tenants with a smaller lead go first. An idle tenant
-saves nothing: when it comes back, it starts at the least virtual time of the active ones (Start-time Fair Queueing,
-Goyal et al. 1996).
+Each tenant has a virtual time, the tokens computed for it. The share is the virtual time of a tenant that always gets
+its equal part: each computed token adds 1 / tenants to it. A tenant's level is the whole multiples of `burst` tokens by
+which it is ahead of the share. Lower levels go first, and may take rows and pages from higher ones. An idle tenant
+saves nothing: it is never behind the share. It is never ahead by more than MOST bursts either, so that one that had the
+machine to itself soon gets its part again.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol, Self, get_args
 
@@ -26,6 +27,8 @@ Policy = Literal["edf", "fcfs"]
 
 HORIZON = 4
 """A request gets a row when its prompt would be computed within this many of the largest prefill steps."""
+MOST = 4
+"""Bursts by which a tenant can be ahead of its share."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -141,7 +144,8 @@ class Scheduler:
         policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
         ageing: every so many decisions, the oldest late request goes first.
         patience: maximum decode steps in a row without prefill while a prompt waits.
-        burst: tokens by which tenants may differ before those ahead go after the others.
+        burst: tokens by which a tenant may be ahead of its share before it goes after the others. A smaller one makes
+            a tenant that sends two long documents late although nobody asks too much.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -157,7 +161,7 @@ class Scheduler:
         policy: Policy = "edf",
         ageing: int = 16,
         patience: int = 4,
-        burst: int = 1 << 18,
+        burst: int = 1 << 20,
     ):
         if policy not in get_args(Policy):
             raise ValueError(f"{policy=} must be one of {', '.join(get_args(Policy))}")
@@ -171,6 +175,7 @@ class Scheduler:
         self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
+        self._share = 0.0  # the virtual time of a tenant that gets its equal part
         self._active: dict[str, set[str]] = {"admit": set(), "chunk": set()}
         self._turns = {"admit": 0, "chunk": 0}  # decisions since the oldest late request went first
         self._without = 0  # steps in a row without prefill while a prompt waits
@@ -210,7 +215,7 @@ class Scheduler:
         self._see("admit", both)
         ordered = self._order("admit", now_s, both)
         if not prefill:
-            return ordered
+            return list(ordered)
         inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
         found = []
         for work in ordered:
@@ -235,9 +240,32 @@ class Scheduler:
         others = [work for work in running if work is not oldest] or [oldest]
         return max(others, key=lambda work: (work.deadline_s, work.id))
 
+    def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
+        """Return the running request that gives way so that a waiting one can start, or None.
+
+        Its tenant has the highest level, above the waiting one's. Among these, unfinished prompts go before answers,
+        whose keys must be copied to the host, and later arrivals before earlier ones.
+        """
+        level = self._level(entrant.tenant)
+        return max(
+            (work for work in running if self._level(work.tenant) > level),
+            key=lambda work: (
+                self._level(work.tenant),
+                work.position < work.prompt_tokens,
+                work.arrived_s,
+                work.id,
+            ),
+            default=None,
+        )
+
     def served(self, work: Work, tokens: int) -> None:
         """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
-        self._served[work.tenant] = self._served.get(work.tenant, 0.0) + tokens
+        ahead = max(self._served.get(work.tenant, 0.0), self._share) + tokens
+        self._share += tokens / max(1, len(self._served))
+        self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
+
+    def _level(self, tenant: str) -> int:
+        return int(max(0.0, self._served.get(tenant, 0.0) - self._share) // self.burst)
 
     def _segments(self, work: Work) -> int:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
@@ -251,30 +279,26 @@ class Scheduler:
                 return cut
         return _first(shares, self.sizes[0]) if self._without >= self.patience else []
 
-    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> list[Work]:
-        if len(works) < 2:
-            return list(works)
+    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> Iterator[Work]:
+        """Yield requests by level; within a level the timely ones, then the late ones."""
         if self.policy == "fcfs":
-            return sorted(works, key=lambda work: (work.arrived_s, work.id))
-        least = min(self._served[work.tenant] for work in works)
-        behind: list[Work] = []
-        ordered: list[Work] = []
-        ends_s = now_s
-        levels: dict[int, list[Work]] = {}  # by bursts that the tenant is ahead
+            yield from sorted(works, key=lambda work: (work.arrived_s, work.id))
+            return
+        ahead = {tenant: self._level(tenant) for tenant in {work.tenant for work in works}}
+        levels: dict[int, list[Work]] = {}
         for work in works:
-            levels.setdefault(int((self._served[work.tenant] - least) // self.burst), []).append(work)
+            levels.setdefault(ahead[work.tenant], []).append(work)
+        aged = False
         for level in sorted(levels):
-            timely, late, ends_s = self._timely(ends_s, levels[level])
-            ordered += timely + late
-            behind += late
-        if behind:
-            self._turns[name] += 1
-            if self._turns[name] >= self.ageing:
-                self._turns[name] = 0
-                oldest = min(behind, key=lambda work: (work.arrived_s, work.id))
-                ordered.remove(oldest)
-                ordered.insert(0, oldest)
-        return ordered
+            timely, late, now_s = self._timely(now_s, levels[level])
+            if late and not aged:
+                aged = True
+                self._turns[name] += 1
+                if self._turns[name] >= self.ageing:
+                    self._turns[name] = 0
+                    yield late.pop(0)
+            yield from timely
+            yield from late
 
     def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
         """Split requests into those that can be in time, by deadline, and late ones, by arrival (Moore and Hodgson).
@@ -296,14 +320,12 @@ class Scheduler:
         return timely, sorted(late, key=lambda work: (work.arrived_s, work.id)), ends_s
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
-        """Note the active tenants, and bring those that were idle to the least virtual time of the others."""
-        before = self._active["admit"] | self._active["chunk"]
+        """Note the active tenants, and forget idle ones that are no longer ahead of the share."""
         self._active[name] = {work.tenant for work in works}
-        if new := self._active[name] - before:
-            floor = min((self._served[tenant] for tenant in before), default=0.0)
-            kept = before | new
-            self._served = {t: v for t, v in self._served.items() if t in kept or v > floor}
-            self._served |= {tenant: max(self._served.get(tenant, 0.0), floor) for tenant in new}
+        active = self._active["admit"] | self._active["chunk"]
+        self._served = {t: v for t, v in self._served.items() if t in active or v > self._share}
+        for tenant in active:
+            self._served.setdefault(tenant, self._share)
 
 
 def _first(shares: Sequence[tuple[Work, int]], size: int) -> list[tuple[Work, int]]:

@@ -114,27 +114,26 @@ class Replica:
                 self._prefilled(self.prefilling[work.id], count)
 
     def _admit(self) -> None:
-        free = self.slots - len(self.rows) - len(self.prefilling)
-        if free <= 0 or not self.waiting:
+        if not self.waiting:
             return
         waiting, prefill = ([each.work for each in group.values()] for group in (self.waiting, self.prefilling))
         for work in self.scheduler.admit(self.now_s, waiting, prefill):
             request = self.waiting[work.id]
             pages = self.prefix.match(request.hashes)
             need = ceil_div(work.prompt_tokens + work.generated + 1, self.unit) - len(pages)
-            try:
-                pages += self.prefix.allocate(need)
-            except OutOfPages:
-                self.prefix.pages.release(pages)
-                return  # nobody overtakes: the pages that come free next are this request's
+            while len(self.rows) + len(self.prefilling) >= self.slots or need > self.prefix.available:
+                running = [each.work for each in (*self.rows, *self.prefilling.values())]
+                victim = self.scheduler.displaced(work, running)
+                if victim is None:
+                    self.prefix.pages.release(pages)
+                    return  # nobody overtakes: the pages that come free next are this request's
+                self._give_way(victim)
+            pages += self.prefix.allocate(need)
             request.pages, request.published = pages, len(pages) - need
             work.position = request.published * self.unit
             if request.cached_tokens is None:
                 request.cached_tokens = work.position
             self.prefilling[work.id] = self.waiting.pop(work.id)
-            free -= 1
-            if not free:
-                return
 
     def _prefilled(self, request: Open, count: int) -> None:
         work = request.work

@@ -97,12 +97,9 @@ def greedy(
         greedy one: p99 of the time to first token, share within the limits, share of prompt tokens from the cache.
     """
     one = replace(MACHINES[machine], replicas=1)
-    even = {f"tenant {number}": 1.0 for number in range(TENANTS)}
-    uneven = {**even, "tenant 0": GREEDY}
     runs = []
-    for tenants, factor in ((even, 1.0), (uneven, (TENANTS - 1 + GREEDY) / TENANTS)):
-        stream = Stream(mix=MIXES["mixed"], rate=factor * rate, seconds=seconds, tenants=tenants)
-        arrivals = stream.arrivals()
+    for factor in (1.0, GREEDY):
+        arrivals = tenants(rate, factor, seconds)
         runs.append((arrivals, simulate(one, attention, policy, arrivals)))
     others = [[each for each in run.ended if each.arrival.tenant != "tenant 0"] for _, run in runs]
     p99 = [float(np.percentile([each.first_s - each.work.arrived_s for each in own], 99)) for own in others]
@@ -117,6 +114,20 @@ def greedy(
         ],
         "rate": rate,
     }
+
+
+def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[Arrival]:
+    """Draw requests of TENANTS tenants, each rate / TENANTS a second, but the first `factor` times as many.
+
+    The others' requests do not depend on the factor, so two runs compare the same requests.
+    """
+    found = []
+    for number in range(TENANTS):
+        own = rate / TENANTS * (1.0 if number else factor)
+        name, own_seed = f"tenant {number}", TENANTS * seed + number
+        stream = Stream(mix=MIXES["mixed"], rate=own, seconds=seconds, seed=own_seed, tenant=name)
+        found += stream.arrivals()
+    return sorted(found, key=lambda each: each.at_s)
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:

@@ -9,7 +9,7 @@ the hours of a day:
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -98,7 +98,7 @@ class Stream:
         rate: mean requests per second; of a day, the rate of its busiest hour.
         seconds: duration.
         daily: whether the rate follows a day's hours, of which `seconds` is the whole.
-        tenants: tenant -> share of the texts. All requests about one text come from one tenant.
+        tenant: who sends them all.
     """
 
     mix: Mix
@@ -106,21 +106,19 @@ class Stream:
     seconds: float
     seed: int = 0
     daily: bool = False
-    tenants: dict[str, float] = field(default_factory=lambda: {"": 1.0})
+    tenant: str = ""
 
     def arrivals(self) -> list[Arrival]:
         """Draw all arrivals from time 0 on. Earlier requests are left out, even if later ones continue their texts."""
         rng = np.random.default_rng([3, self.seed])
-        names, shares = list(self.tenants), np.array(list(self.tenants.values()))
         starts, at, found, seed = self.rate / requests_per_start(self.mix), -BEFORE_S, [], self.seed * 10_000_000
         while (at := at + rng.exponential(1 / starts)) < self.seconds:
             if self.daily and rng.random() > 0.55 - 0.45 * math.cos(2 * math.pi * (at / self.seconds - 1 / 6)):
                 continue
             seed += 1
             kind = ("chat", "document", "128K")[rng.choice(3, p=self.mix.weights)]
-            tenant = names[rng.choice(len(names), p=shares / shares.sum())]
             draw = {"chat": _chat, "document": _document, "128K": _longest}[kind]
-            found += draw(rng, self.mix, at, tenant, seed)
+            found += draw(rng, self.mix, at, self.tenant, seed)
         return sorted((each for each in found if 0 <= each.at_s < self.seconds), key=lambda each: each.at_s)
 
 
