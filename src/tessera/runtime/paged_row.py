@@ -22,7 +22,7 @@ class Row:
         goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
         saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
         reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
-        computed: first and last positions, the last excluded, that the request had computed when it gave way.
+        computed: first and last positions, the last excluded, that the request itself had computed when it gave way.
     """
 
     ticket: Ticket
@@ -81,7 +81,5 @@ class Row:
 
     def leave(self) -> None:
         """Give up all pages: the request waits again."""
-        first, last = self.computed if any(self.computed) else (self.ticket.reused, 0)
-        if self.work.position > first:
-            self.computed = first, max(last, self.work.position)
+        self.computed = self.ticket.reused, self.work.position
         self.pages, self.work.position = [], 0
