@@ -1,4 +1,4 @@
-"""Helpers of resumable studies. A study appends each finished case to a file: a line that also names the commit."""
+"""Helpers of studies that can resume: a study appends one line per finished case, with its commit, to a file."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -9,28 +9,28 @@ from tessera.core import files
 from tessera.workbench import evidence
 
 CODE = ("commit", "dirty")
-"""Fields of a line that identify the code that made it."""
+"""Names of the fields that identify the code that made a line."""
 
 
 def out_of_time(line: Mapping[str, Any]) -> bool:
-    """Return whether the compiler hit the time limit. That says nothing about the case, so the case runs again."""
+    """Return whether the line's compilation hit the time limit. The case is then undecided and runs again."""
     return (line.get("error") or "").startswith("time:")
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Return whether a line settles its case: `code` made it without uncommitted changes and within the time limit."""
+    """Return whether the line settles its case: `code`, without uncommitted changes, made it within the time limit."""
     same = all(line.get(name) == value for name, value in code.items())
     return same and not line.get("dirty") and not out_of_time(line)
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """Return the last line of each case, using only lines of the code that made the last line in `found`."""
+    """Return the last line of each case, from only those lines that the same code made as the last line of `found`."""
     made = [[line.get(name) for name in CODE] for line in found]
     return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
 
 
 def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """Return the record with the commit that made the line, because the report may run at a later commit."""
+    """Return a copy of the record that names the code of the line. The report itself may run at a later commit."""
     made = {name: line[name] for name in CODE if name in line}
     return replace(record, code=evidence.Code(**made)) if made else record
 

@@ -94,7 +94,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """The method: warm-up calls, samples, whether sides took turns, compile seconds, cache state, output check."""
+    """The method: warm-up calls, samples, whether contenders took turns, compile seconds, cache state, output check."""
 
     warmup: int = 0
     iterations: int = 1
@@ -284,7 +284,7 @@ def _git(root: Path, *args: str) -> str | None:
 
 
 def encode(record: Record) -> str:
-    """Encode a record as one line of JSON without a line end or None fields; raise ValueError for NaN or infinity."""
+    """Encode a record as JSON on one line, without its None fields; raise ValueError for NaN or infinity."""
     body = {name: value for name, value in asdict(record).items() if value is not None and value != {}}
     return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -384,7 +384,7 @@ def _lock(handle: int) -> None:
 
 
 def _drop_cut_line(handle: int, size: int) -> None:
-    """Truncate to the last line end, unless the last line is whole and only its line end is missing."""
+    """Cut the file off after its last line end. Keep a last line that is complete except for its line end."""
     text = os.pread(handle, size, 0)
     start = text.rfind(b"\n") + 1
     if _whole(text[start:]):

@@ -22,9 +22,8 @@ from tessera.workbench.eval.texts import DOMAINS, windows_of
 from tessera.workbench.quality import calibration_texts, with_pass_keys
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
-"""KL divergence from dense, in nats per token. A head with budget 1 reads all keys, even in the control, which reads no
-chosen tiles. With this target no head of layer 1 has budget 1, and only layer 1 finds pass keys, so the control finds
-none."""
+"""Arguments of `calibrate`. `max_kl` is in nats per token. Only layer 1 finds pass keys. With this target, no head of
+layer 1 has budget 1 (all keys). The control reads no chosen tiles, so it then finds no pass keys."""
 
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
@@ -34,13 +33,13 @@ keys (docs/answers.md). Without `minimum`, a head with a small share reads too f
 
 
 def search_demo(model: Model) -> Plan:
-    """Search the demo model's budgets on `calibration_texts`."""
+    """Search for the budgets of the demo model's plan, on `calibration_texts`."""
     rows = calibration_texts(model.config.max_positions)
     return calibrate(model, rows, max_tokens=sum(map(len, rows)), **DEMO_TARGET, crossover=0)
 
 
 def search_smollm2(model: Model) -> Plan:
-    """Search SmolLM2's budgets on library text that no test and no evaluation uses."""
+    """Search for the budgets of SmolLM2's plan, on library text that no test and no evaluation uses."""
     text = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")
     return calibrate(model, [text], **REAL_TARGET, crossover=0)
 

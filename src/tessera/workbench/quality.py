@@ -68,7 +68,7 @@ class Variant:
 
 
 CHOSEN = Variant()
-"""Options of the plan that the study varies; docs/answers.md shows that plan."""
+"""Options of the study's unchanged plan. The study's other plans differ from it in some options (docs/answers.md)."""
 
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
@@ -77,7 +77,7 @@ def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
 
 
 def with_pass_keys(text: np.ndarray, length: int, num_texts: int, seed: int) -> list[list[int]]:
-    """Cut random windows from a text; every second one hides a pass key and ends with its answer."""
+    """Cut random windows from a text; every second window hides a pass key and ends with the answer."""
     rng, rows = np.random.default_rng(seed), []
     for index in range(num_texts):
         start = int(rng.integers(0, len(text) - length))
@@ -94,8 +94,11 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
 
 
 def without_choice(plan: Plan) -> Plan:
-    """Return the plan without any choice of keys, as a control. A head with budget 1 still reads all keys; every other
-    head reads only what is always read: its own tiles, local tiles and sinks."""
+    """Return a copy of the plan that chooses no keys, as a control.
+
+    A head with budget 1 still reads all keys. Every other head reads only what is always read: its own tiles, local
+    tiles and sinks.
+    """
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
     return replace(plan, fraction=0.0, minimum=0, budgets=budgets, promise={})
 

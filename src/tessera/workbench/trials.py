@@ -128,11 +128,11 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product, and check the reads of its operands for races. The simulator itself does not.
+    """Run the simulator's matrix product, and check the reads of its operands for races; the simulator does not.
 
-    The asynchronous proxy reads the operands and sees threads' writes only after a fence (commit_smem). The product is
-    assumed to end before its thread continues, so a buffer that is released while the product still reads it goes
-    undetected.
+    The hardware reads the operands by its asynchronous proxy, which sees threads' writes only after a fence
+    (commit_smem). The product is assumed to end before its thread continues, so a buffer that is released while the
+    product still reads it goes undetected.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -147,7 +147,7 @@ def _tracked_product(product, **call):
 
 
 def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
-    """Run the simulator's read; in the name scope `warpgroup.OPERAND`, check it for races as a product's operand."""
+    """Run the simulator's read. In the name scope `warpgroup.OPERAND`, check it like a read of a product's operand."""
     if OPERAND not in str(getattr(source_info, "name_stack", "")):
         return read(token, mesh_location, thread, *call, source_info=source_info, **options)
     key, transforms, block, step, _ = call
@@ -232,7 +232,7 @@ def roundings(kernel: Kernel) -> dict[str, bool]:
 
 
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
-    """Return the call's spec for this role."""
+    """Return the spec of the oracle's call; with role "score", the kernel also returns the mass."""
     names = ("causal", "window", "scale", "softcap", "tile", "query_tile")
     return AttentionSpec(**{name: getattr(call, name) for name in names}, mass=role == "score")
 
@@ -282,7 +282,10 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round x [B,S,K,H] to int8 times a bfloat16 scale [B,K,S] per key and head; the largest |x| becomes about 127."""
+    """Round x [batch, keys, heads, head dim] to int8 times a bfloat16 scale [batch, heads, keys] per key and head.
+
+    The largest |x| of a key and head becomes about 127.
+    """
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
     return np.clip(whole, -127, 127).astype(np.int8), np.swapaxes(scale, 1, 2)

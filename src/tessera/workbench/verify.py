@@ -72,8 +72,8 @@ LONG: Final[Mapping[str, Workload]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Phase -> long call. Even the largest blocks give it more key blocks than the deepest pipeline holds. The keys end in
-NaN padding, and the rows fill two matrix products."""
+"""Phase -> long call. Even at the largest block size, the call has more key blocks than the deepest pipeline holds. The
+keys end in NaN padding, and the rows fill two matrix products."""
 
 
 class Trial(NamedTuple):

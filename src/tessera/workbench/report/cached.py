@@ -12,7 +12,7 @@ GOAL = 1e-4
 
 
 def cached(records: Sequence[Record]) -> str:
-    """Show each cache's divergence from dense attention on a float cache, and the questions that it answers.
+    """Show each cache's divergence from dense attention on a float cache, and how many questions it answers right.
 
     Each cell shows the newest record of any machine, since divergences hardly differ between machines.
     """

@@ -204,7 +204,7 @@ def verify(records: Sequence[Record]) -> Table:
 
 
 def _trials_failed(record: Record) -> str:
-    """Format the number of failed trials and the first one's error. The record's error lists all with seeds."""
+    """Format the number of failed trials and the first one's error; the record's error lists all failures."""
     if record.error is None:
         return "0"
     count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
@@ -214,7 +214,7 @@ def _trials_failed(record: Record) -> str:
 def tpu(records: Sequence[Record]) -> str:
     """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip.
 
-    "HBM" marks a ratio whose first call is bound by memory: its predicted time is bytes / bandwidth, not a schedule's.
+    "HBM" marks a ratio whose first call is bound by memory. The predicted time of that call is bytes / bandwidth.
     """
     chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
@@ -364,7 +364,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "serving": figures_served.figures,
     }
 )
-"""Tables that choose their own records: one run's, or the newest if only a compiler decides the result."""
+"""Tables whose functions select the records: those of one run, or the newest if only a compiler decides the result."""
 
 
 def render(name: str, records: Iterable[Record], *, every_machine: bool = False) -> str:
@@ -398,12 +398,12 @@ COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
     *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer", "simulated serving"),
 )
-"""Operations whose result depends only on a compiler or a roofline. A newer record replaces one even from another
-machine."""
+"""Operations whose result depends only on a compiler or a roofline. A newer record replaces an older
+one, even one from another machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that no page shows, because the same measurement or run of gates has a newer record."""
+    """Return the records that no page shows: those of repeated measurements, and of earlier runs of the Hopper gates."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]

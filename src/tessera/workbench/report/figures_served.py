@@ -11,7 +11,7 @@ OP = "serving figure"
 
 
 def figures(records: Sequence[Record]) -> str:
-    """Show each figure's median and range over its runs, its goal, and in bold whether the goal was missed."""
+    """Show each figure's median and range over its runs, its goal, and whether it met the goal (misses in bold)."""
     chosen = [r for r in records if r.what.op == OP]
     rows = []
     for record in sorted(chosen, key=lambda r: r.where.machine):

@@ -1,4 +1,4 @@
-"""Place texts next to crowded marks, each at the nearest spot that overlaps no mark, no other text and no edge."""
+"""Place texts next to crowded marks: each at the nearest spot that overlaps the fewest marks, texts and edges."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ DIRECTIONS = [(np.cos(turn), np.sin(turn)) for turn in np.pi * np.array([0, 8, 4
 def place(
     axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], colours: Sequence[str]
 ) -> list[Annotation]:
-    """Write each text next to its point, in its colour. The figure's layout must be final."""
+    """Write each text next to its point, in the given colour. The figure's layout must be final."""
     to_points = 72 / axes.figure.dpi
     marks = axes.transData.transform(np.array(points).reshape(-1, 2)) * to_points
     low, high = axes.get_window_extent().get_points() * to_points

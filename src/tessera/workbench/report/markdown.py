@@ -29,7 +29,7 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 
 def _without_short(records: Iterable[Record]) -> Iterator[Record]:
-    """Drop times with too few samples for an interval if an earlier record has enough and no error came in between."""
+    """Drop times with too few samples for an interval if an earlier record has enough, with no error in between."""
     full: dict[Key, Record] = {}
     for record in records:
         timed, held = record.unit == "s" and not record.error, full.get(record.key)
@@ -160,14 +160,14 @@ RENAMED = {
     "gpu_gates": "gpu-gates",
     "gpu_figures": "gpu-figures",
 }
-"""Module that ran a study when old records were made -> the study's name in `tessera study` today."""
+"""Name of a study's module in the commands of old records -> the study's name in `tessera study` today."""
 
 DELETED = ("ablations",)
 """Modules of studies that were deleted. Their code exists only in the commits that made their records."""
 
 
 def repeat_with(record: Record) -> str:
-    """Return the command that makes the record today; for a deleted study, in a checkout of the record's commit."""
+    """Return the command that makes the record today. For a deleted study, it first checks out the record's commit."""
 
     def of_today(found: re.Match) -> str:
         if found[1] in DELETED:

@@ -144,7 +144,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a page, with pictures of their own files next to it; return the count.
+    """Render the records under a folder to a page; return their number. Also write some pictures to files next to it.
 
     Raises:
         ValueError: the folder holds no records, or one that cannot be traced.

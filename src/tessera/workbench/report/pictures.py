@@ -342,7 +342,7 @@ def predicted(records: Sequence[Record]) -> Picture | None:
 
 
 def lengths(records: Sequence[Record]) -> Picture | None:
-    """Plot time over prompt length, dense and Kascade, and the length from which Kascade wins; a panel per machine."""
+    """Plot time over prompt length, dense and Kascade, and the length from which Kascade is faster, per machine."""
     shown = [r for r in records if r.what.workload.startswith("crossover_") and not r.error]
     if len({r.what.config["tokens"] for r in shown}) < 2:
         return None

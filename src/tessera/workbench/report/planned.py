@@ -1,4 +1,4 @@
-"""The tables of `tessera study planner`, `tessera study fusions` and `tessera study memory`."""
+"""Render the tables of `tessera study planner`, `tessera study fusions` and `tessera study memory`."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from tessera.workbench.report.markdown import interval, markdown, newest, proven
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Show planned against compiled memory of whole steps, and planned times against those of the schedules."""
+    """Compare the planner's memory and time of whole steps with the compiled memory and the schedule's time."""
     chosen = newest(r for r in records if r.what.op == "planned step")
     rows = []
     for record in chosen:
@@ -68,7 +68,7 @@ def parts(records: Sequence[Record]) -> str:
 
 
 FASTER = 1.7
-"""Goal: minimum ratio of the decoding speed with fewer bits per weight to that with bfloat16 weights."""
+"""Goal: minimum ratio of decoding speeds, with fewer bits per weight over with bfloat16 weights."""
 MOST_MS = {"llama-3.1-70b": 9.0}
 """Goal: maximum milliseconds per decoded token of a model with fewer bits per weight, under its plan."""
 
@@ -94,10 +94,11 @@ def fewer_bits(records: Sequence[Record]) -> str:
 
 
 def step_memory(records: Sequence[Record]) -> str:
-    """Show the memory of steps in several forms; in brackets, relative to the step's first form, as are the times.
+    """Show the memory and the time of each step in several forms: a row per form.
 
-    Results that take the place of a donated argument count once, as arguments. Other work on the machine slows all
-    forms, so that times are shown only relative to each other.
+    A step's first form is its baseline. Other forms show the ratio of their memory to the baseline's in brackets. Times
+    are shown only as such ratios, because other work on the machine slows all forms. A result that takes the place of
+    a donated argument counts once, as an argument.
     """
     chosen = newest(r for r in records if r.what.op == "memory of a step")
     first: dict[str, Record] = {}

@@ -28,14 +28,15 @@ PEERS = {
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",
     "llama_cpp_own": "llama.cpp, on the file itself",
 }
-"""Words for what a GGUF file's logits are compared with, by workload."""
+"""Workload -> title of the reference that a GGUF file's logits are compared with."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
     """Select an op's records of one run at one commit: the run with the most records (ties: the latest).
 
-    If the plan has no whole heads, the rival NEAR ("whole heads + window") equals the window and is left out.
+    The contender NEAR reads all keys in the heads where the plan does, and a window in the others. If the plan has no
+    such heads, NEAR equals the window and is left out.
     """
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
@@ -130,8 +131,10 @@ def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callab
 
 
 def _head(question: str, found: dict[str, Record]) -> str:
-    """Format the row's first cell: the question, how many of its answers dense finds, and a remark if the control
-    answers it as well as the plan."""
+    """Format the row's first cell: the question, and how many of its answers dense finds.
+
+    A remark follows if the control answers the question as well as the plan.
+    """
     dense, plan = found.get("dense"), found.get("the plan")
     if dense is not None and dense.what.op == TASK:
         outcomes = [one for document in dense.facts["found"] for one in document]

@@ -1,4 +1,4 @@
-"""The tables and the picture of `tessera simulate`."""
+"""Render the tables and the picture of `tessera simulate`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -15,7 +15,7 @@ OP = "simulated serving"
 
 
 def _chosen(records: Sequence[Record], scenario: str) -> list[tuple[str, str, Record]]:
-    """Return (machine, rest of the scenario's name, record) of the newest records of a scenario."""
+    """Return (machine, rest of the name, record) of each newest record whose scenario's name starts with `scenario`."""
     found = []
     for record in newest(r for r in records if r.what.op == OP):
         machine, name = record.what.workload.split(", ", 1)
@@ -53,7 +53,7 @@ def capacities(records: Sequence[Record]) -> str:
 
 
 def days(records: Sequence[Record]) -> str:
-    """Show the simulated days and greedy tenants with their goals."""
+    """Show the results of the simulated days and of the greedy-tenant scenarios, and whether they met the goals."""
     chosen = [*_chosen(records, "day of "), *_chosen(records, "greedy tenant")]
     rows = []
     for machine, _, record in chosen:

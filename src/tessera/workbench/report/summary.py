@@ -76,7 +76,7 @@ def _closeness(records: Sequence[Record]) -> Row:
 
 
 def _prefill(records: Sequence[Record]) -> Row:
-    """Compare the plan's prefill time with dense's in the newest run on a CPU."""
+    """Compare the prefill time under the plan with the dense prefill time, in the newest run on a CPU."""
     timed = [
         r
         for r in records

@@ -90,7 +90,7 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's `tessera eval` records. Drop those whose policy had other settings than in its newest record.
+    """Select a suite's `tessera eval` records, only those with the same settings as their policy's newest record.
 
     The settings include the plan. After a plan changes, a cell stays empty until the new plan answers its question.
     """
@@ -212,7 +212,7 @@ def _used(record: Record | None) -> str:
 
 
 def tune(records: Sequence[Record]) -> Table:
-    """Show block sizes found by timing: each search's result, and how well its cheap stages ranked the candidates."""
+    """Show block sizes found by timing: the result of each search, and how well its cheap stages ranked candidates."""
     chosen = [r for r in records if r.what.op == "tune"]
     rows = []
     for record in chosen:
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe how the shipped config differs from the default. If it is the default, also show a refused winner."""
+    """Format how the chosen config differs from the default; if it is the default, add the winner that was refused."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format a variant's time and main-loop cycles, divided by the unchanged kernel's; for that kernel, undivided."""
+    """Format a variant's time and main-loop cycles as multiples of the unchanged kernel's, whose own stay absolute."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
@@ -364,8 +364,8 @@ def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
 
 
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Return the records of a kernel's last run: the newest ones, up to the number of cases that the newest record says
-    were tried. Older records, of configurations that left the search space, thus drop out of the table."""
+    """Return the records of a kernel's last run: the newest ones, up to the number of cases that this run tried.
+    Older records, of configurations that left the search space, are left out."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
     left, kept = ordered[0].facts.get("tried", math.inf), []
     for record in ordered:

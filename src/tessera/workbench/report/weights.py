@@ -1,4 +1,4 @@
-"""Render what fewer bits per weight cost: a row per form of the weights, from `tessera eval --suite real-weights`."""
+"""Render the table of `tessera eval --suite real-weights`, the cost of fewer bits per weight: a row per format."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,10 @@ POLICIES = ("dense", PLAN)
 
 
 def weights(records: Sequence[Record]) -> str:
-    """Show each form's bytes, its divergence from float weights under dense attention, and the needles it keeps."""
+    """Show each format's bytes, its KL divergence from the reference, and the needles that it keeps.
+
+    The reference is dense attention with float weights.
+    """
     held = [r for r in records if r.what.op in (TEXT_OP, TASK_OP) and not r.error]
     if not held:
         return ""
@@ -45,6 +48,6 @@ def divergence(records: Sequence[Record], policy: str) -> str:
 
 
 def needles(records: Sequence[Record], policy: str) -> str:
-    """Format the share kept of the answers that the reference finds; the reference is float weights, dense."""
+    """Format the share kept of the answers that the reference finds: dense attention with float weights."""
     found = [r for r in records if r.what.op == TASK_OP and r.facts["policy"] == policy]
     return "; ".join(kept(r) if "kept" in r.facts else "reference" for r in found)
