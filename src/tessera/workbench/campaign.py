@@ -1,4 +1,4 @@
-"""Helpers of studies that can resume: a study appends one line per finished case, with its commit, to a file."""
+"""Help studies resume: a study appends a line per finished case to a file, and the line names the code's commit."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace

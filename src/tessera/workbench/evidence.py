@@ -266,7 +266,7 @@ def here() -> Where:
 
 @functools.cache
 def code() -> Code:
-    """Return the commit of the checkout that this package runs from; cached, since loaded code does not change."""
+    """Return the commit of the checkout that this package runs from. It is cached: loaded code does not change."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)

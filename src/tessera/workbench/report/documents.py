@@ -135,7 +135,7 @@ def memory(records: Sequence[Record]) -> Table:
 def _growth(found: Mapping[int, Record]) -> str:
     """Describe how memory grows with length: the straight line that the run fitted to all its lengths.
 
-    The longest length's record holds this line.
+    The record of the longest length holds this line.
     """
     facts = found[max(found)].facts
     if "slope_bytes_per_token" not in facts:
@@ -398,12 +398,12 @@ COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
     *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer", "simulated serving"),
 )
-"""Operations whose result depends only on a compiler or a roofline. A newer record replaces an older
-one, even one from another machine."""
+"""Operations whose result depends only on a compiler or a roofline. A newer record replaces an older one,
+even if it comes from another machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that no page shows: those of repeated measurements, and of earlier runs of the Hopper gates."""
+    """Return the records that no page shows: those of repeated measurements and of earlier runs of the Hopper gates."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]

@@ -44,7 +44,7 @@ TABLES = {
     "headline": "Speed in short, all machines",
     "own-model": "A model's prefill under its plan, all machines",
     "speed": "Speed against peers, all machines",
-    "amdahl": "What attention's gain comes to, all machines",
+    "amdahl": "Gains of attention and of whole calls, all machines",
     "use": "Flops and bandwidth in use, all machines",
     "memory": "Memory of prefill, all machines",
     "costs": "Compiling, and starting a process, all machines",

@@ -310,7 +310,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
             axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     shown = tuple(r for found in panels.values() for own in found.values() for r in own)
-    return Picture("Progress of the figures (from 1 up: met)", drawn(draw, (11, 3.4 * len(panels))), shown)
+    return Picture("Progress of the figures (1 or more meets the target)", drawn(draw, (11, 3.4 * len(panels))), shown)
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:

@@ -26,7 +26,7 @@ def steps(records: Sequence[Record]) -> str:
             ratio = facts["planned_ms"] / facts["predicted_ms"] - 1
             times = f"{three(facts['planned_ms'])} of {three(facts['predicted_ms'])} ms, {100 * ratio:+.1f} %"
         rows.append([record.what.workload, record.what.kernel, mine, held, error, times])
-    header = ["step", "attention", "planned", "compiled", "error", "planned of scheduled time"]
+    header = ["step", "attention", "planned", "compiled", "error", "time, planned of scheduled"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 

@@ -101,7 +101,13 @@ def weights(records: Iterable[Record]) -> str:
         same = f"{facts['same_best']} of {facts['prefixes']}"
         rounds = f"{three(moved)} nats" if name == "llama_cpp_own" else ""
         rows.append([peer, f"{three(error)} nats" if error > 0.01 else f"{error:.1e} nats", same, margins, rounds])
-    header = ("peer", "largest difference", "same best token", "our margins where not, nats", "its own rounding")
+    header = (
+        "peer",
+        "largest difference",
+        "same best token",
+        "our margin where the tokens differ, nats",
+        "its own rounding",
+    )
     return markdown(header, rows) + provenance(found.values()) if rows else ""
 
 

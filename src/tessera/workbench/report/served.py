@@ -47,7 +47,7 @@ def capacities(records: Sequence[Record]) -> str:
                 "" if cached is None else f"{100 * cached:.0f} %",
             ]
         )
-    header = ["machine", "mix", "attention, scheduler", "requests/s of a replica", "the first row's times this"]
+    header = ["machine", "mix", "attention, scheduler", "requests/s of a replica", "first row's rate / this row's"]
     header += ["p99 to the first token", "p99 between tokens", "prompt tokens from the cache"]
     return markdown(header, rows) + provenance([record for *_, record in chosen]) if rows else ""
 

@@ -187,7 +187,7 @@ def amdahl(records: Sequence[Record]) -> Table:
         law = f"{facts['amdahl_gain']:.2f}x" if "amdahl_gain" in facts else "attention alone took longer than the whole"
         parts = [quantity(facts["attention_share"], "fraction"), f"{facts['attention_gain']:.2f}x"]
         rows.append([title_of(record), record.where.machine, *parts, law, ratio_of(record)])
-    header = ["workload", "machine", "attention's share of dense", "attention alone gains", "so by Amdahl's law"]
+    header = ["workload", "machine", "attention's share of dense", "attention alone gains", "gain by Amdahl's law"]
     return Table([*header, "measured (95 %)"], rows, chosen)
 
 
@@ -241,7 +241,7 @@ def tune(records: Sequence[Record]) -> Table:
 
 
 def _search(record: Record) -> str:
-    """Name the search method, and whether the cost model or chance chose its first candidates."""
+    """Name the search method, and whether the cost model or a random draw chose its first candidates."""
     method, tried = series(record) or "genetic", record.facts.get("candidates")
     if not tried:
         return method
@@ -258,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the gain's interval; empty if the winner was refused, because the stored interval is that winner's."""
+    """Format the interval of the gain; empty if the winner was refused, since the stored interval belongs to it."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
@@ -295,7 +295,7 @@ def _chosen_blocks(record: Record | None) -> str:
 
 
 def choices(records: Sequence[Record]) -> str:
-    """Show what each design choice of the TPU prefill kernel gains: a row per choice undone, a column per chip."""
+    """Show the gain of each design choice of the TPU prefill kernel: a row per choice undone, a column per chip."""
     chosen = newest(r for r in records if r.what.op == "kernel choice")
     found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
     chips = sorted({chip for _, chip in found})
@@ -364,7 +364,7 @@ def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
 
 
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Return the records of a kernel's last run: the newest ones, up to the number of cases that this run tried.
+    """Return the records of a kernel's last run: the newest, up to the number of cases that this run tried.
     Older records, of configurations that left the search space, are left out."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
     left, kept = ordered[0].facts.get("tried", math.inf), []
@@ -392,7 +392,7 @@ def rooflines(records: Sequence[Record]) -> str:
                 _machine_code(record),
             ]
         )
-    header = ["figure", "target", "at the roofline, not measured", "of the roofline, the target takes"]
+    header = ["figure", "target", "at the roofline, not measured", "target as share of the roofline"]
     header.append("registers, bytes spilled")
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
