@@ -18,7 +18,7 @@ def out_of_time(line: Mapping[str, Any]) -> bool:
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Return whether the line settles its case: `code`, without uncommitted changes, made it within the time limit."""
+    """Return whether the line settles its case: `code` is its code, all of it committed, and no time limit was hit."""
     same = all(line.get(name) == value for name, value in code.items())
     return same and not line.get("dirty") and not out_of_time(line)
 

@@ -197,7 +197,7 @@ def compare(
     if np.any(result.out[empty] != 0):
         wrong.append("rows that see no key must give out 0")
     if (result.mass is not None) != (role == "score"):
-        wrong.append("mass must be returned by the role score, and by no other")
+        wrong.append("a call in the role score must return mass, and a call in any other role must not")
     parts = [(result.out, truth.out, allowed.out), (result.lse[~empty], truth.lse[~empty], allowed.lse)]
     if role == "score" and result.mass is not None:
         parts.append((result.mass, truth.mass, allowed.mass))

@@ -165,7 +165,7 @@ def _notes(facts: Mapping[str, object]) -> str:
 
 
 def quality(records: Sequence[Record]) -> Table:
-    """Show answers kept: accuracy of each policy per task, with the share of keys read."""
+    """Show the accuracy of each policy per task, with the share of keys read."""
     chosen = [r for r in records if r.what.op == "quality"]
     rows = []
     for record in chosen:

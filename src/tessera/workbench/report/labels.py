@@ -1,4 +1,4 @@
-"""Place texts next to crowded marks: each at the nearest spot that overlaps the fewest marks, texts and edges."""
+"""Place each text next to its mark: of the spots with the fewest overlaps (marks, texts, edges), at the nearest."""
 
 from collections.abc import Sequence
 

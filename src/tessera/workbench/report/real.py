@@ -76,7 +76,7 @@ def gaps(records: Sequence[Record]) -> str:
 
 
 def others(records: Iterable[Record]) -> str:
-    """Compare other plans with the plan, on text, then on questions, in the largest run that judged other plans."""
+    """Compare other plans with the evaluated plan, on text, then on questions, in the largest run that has any."""
     runs = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
     run = [r for r in records if (series(r), r.code.commit) in runs]
     shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
