@@ -73,7 +73,7 @@ class Server:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def metric(self, name: str, labels: str = "") -> float:
-        """Return the sum of a metric's values, of those only whose labels contain the text `labels`, such as 'of="row"'."""
+        """Return a metric's value: the sum over its lines that contain `labels`, such as 'of="row"'."""
         found = httpx2.get(f"{self.url}/metrics", headers=header(KEYS[0]), timeout=60).text.splitlines()
         chosen = (line for line in found if line.partition("{")[0].split()[0] == name and labels in line)
         return sum(float(line.rpartition(" ")[2]) for line in chosen)

@@ -163,7 +163,7 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
 
 
 def fairness(stand: Stand, seed: int) -> Found:
-    """Serve three equal tenants and a greedy one with ten times the load of each: with full queues, then at fixed rates."""
+    """Serve three equal tenants and one with ten times the load of each: with full queues, then at fixed rates."""
     sizes, count = stand.sizes, stand.scaled(12 * SLOTS)
     tenants = range(OTHERS + 1)  # the first is the greedy one
 
