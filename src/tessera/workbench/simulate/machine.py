@@ -4,7 +4,8 @@
     program = max(weights, products) + (attention or cache) + links
 
 All terms are seconds: to read the weights, for the matrix products, for a prompt's attention or to read a decoding
-row's keys from the cache, and for exchanges between devices. The roofline leaves out the host, tile selection and the latency of exchanges.
+row's keys from the cache, and for exchanges between devices. The roofline leaves out the host, tile selection and the
+latency of exchanges.
 """
 
 from collections.abc import Mapping, Sequence

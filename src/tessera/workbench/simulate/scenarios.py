@@ -134,7 +134,7 @@ def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[A
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:
-    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is a tenant's served tokens / its fair share."""
+    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is a tenant's served tokens / fair share."""
     asked: dict[str, float] = {}
     served = dict.fromkeys((each.tenant for each in arrivals), 0.0)
     for each in arrivals:
@@ -148,7 +148,7 @@ def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float
 
 
 def _max_min(asked: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide a total max-min fairly: a tenant that asked for less than an equal share gets that; others share the rest."""
+    """Divide a total max-min fairly: a tenant gets as much as it asked for, but at most an equal share of the rest."""
     shares, left = {}, total
     for count, name in zip(range(len(asked), 0, -1), sorted(asked, key=asked.get)):
         shares[name] = min(asked[name], left / count)

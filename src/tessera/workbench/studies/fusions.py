@@ -1,4 +1,4 @@
-"""Predict the time of a layer's parts in several forms on absent TPUs: what XLA fuses, and what another form gains.
+"""Predict the time of a layer's parts on absent TPUs, each part in several forms that XLA fuses differently.
 
     tessera study fusions             # compiles what is missing: minutes; --list prints what is left
     tessera study fusions --report    # a record per part, form and chip in evidence/
@@ -39,7 +39,7 @@ CASES = (
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
     return tuple(line.get(name) for name in ("part", "form", "chip", "rows", "group"))
 
 

@@ -1,4 +1,4 @@
-"""Draw the calls that candidates are timed on, with fresh numbers every time, and check the candidates' results."""
+"""Draw random inputs for the calls that time candidates, and check the candidates' results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -117,7 +117,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
 
 
 def held_out(shapes: Shapes, factors: Sequence[float] = (0.5, 1.5)) -> list[Shapes]:
-    """Return the same call at other lengths, to compare the winner with the default there."""
+    """Return the call's shapes at other lengths, where the winner is compared with the default."""
     found = []
     for factor in factors:
         keys = max(round(shapes.num_keys * factor), 2)
