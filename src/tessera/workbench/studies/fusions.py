@@ -54,7 +54,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def figures(found: tpu.Compiled) -> dict[str, Any]:
-    """Predict a compiled part's time, its operations one after another and then its Pallas kernels."""
+    """Predict a compiled part's time: its operations run one after another, then its Pallas kernels."""
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
     bytes_s, around_s = fusions.seconds(found.operations, found.fusions, on.clock_hz, bandwidth)

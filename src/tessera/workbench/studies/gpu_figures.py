@@ -4,7 +4,7 @@
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`inspection.CEILINGS`). It is the least time that a call can take; our kernels may be much slower. A ratio compares two
-calls at their rooflines: no kernel of ours can gain more than this ratio over a dense kernel that reaches its own roofline.
+calls at their rooflines: it is an upper bound on our kernels' gain over a dense kernel that reaches its own roofline.
 Measured records replace these figures once `scripts/gpu_check.sh` has run on an H200.
 """
 

@@ -199,9 +199,9 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one for all chips, and one for the chips in CALIBRATION.
+    """Build one record per chip, one for the chips in CALIBRATION, and one for all chips.
 
-    The last also fits the constants again.
+    The record for CALIBRATION also fits the constants again.
 
     Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
     its chips has no points. `planned` maps each chip whose timings are available to all of its points; the facts count

@@ -39,8 +39,8 @@ from tessera.workbench.tune.seeding import estimate
 METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
 """Search methods by name."""
 LEAST_GAIN = 1.02
-"""Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must also
-lie above 1."""
+"""Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
+also lie above 1."""
 WORST_ELSEWHERE = 0.95
 """Minimum speed of the winner at a held-out length, as a share of the default's speed."""
 MOST_S, MOST_GIB = 1e9, 1e9
@@ -166,8 +166,8 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         on_step: called with a line of text for every candidate and finalist.
 
     Returns:
-        "default" and "winner" (configs), "gain" of the winner and its "interval", "elsewhere" (gains at held-out lengths),
-        "candidates", "rank_correlation", and "replayed" (number of answers that the journal already held).
+        "default" and "winner" (configs), "gain" of the winner and its "interval", "elsewhere" (gains at held-out
+        lengths), "candidates", "rank_correlation", and "replayed" (number of answers that the journal already held).
 
     Raises:
         Failed: the default does not run or is wrong, or the confirmation could not time default and winner.
@@ -267,8 +267,8 @@ def _take_turns(
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
     """Time winner and default in turns; return the gain on fresh inputs, its interval, the gains at held-out lengths.
 
-    If a gain or the interval is below its limit, the result also holds "winner", the default's config, and "refused", the
-    config of the argument `winner`.
+    If a gain or the interval is below its limit, the result also holds "winner", the default's config, and "refused",
+    the config of the argument `winner`.
     """
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}

@@ -121,7 +121,7 @@ def command(workload: str, role: str, budget: Budget) -> str:
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:
-    """Print the winner, its gain and interval, and how the estimate's and each stage's rankings of the candidates correlate."""
+    """Print the winner, its gain and interval, and the rank correlations between estimates and times."""
     if found["winner"] == found["default"]:
         refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
         console.print(f"the default stays: {found['default']}{refused}")
