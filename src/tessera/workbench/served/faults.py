@@ -154,7 +154,7 @@ def exact(stand: Stand, seed: int) -> Found:
 
 
 def shutdown(stand: Stand, seed: int) -> Found:
-    """Send SIGTERM to a server with a full queue; check its responses, and time the end of its open requests."""
+    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take."""
     stand.close()
     with serving(*stand.sizes.model, "--slots", "2", "--queue", "6", "--context", "512") as server:
 

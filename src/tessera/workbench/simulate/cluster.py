@@ -27,7 +27,7 @@ SPILL_S = 2.0
 DOWN_S = 120.0
 """Seconds until a lost replica is back, with an empty cache: its weights and compiled programs are on disk."""
 TAIL_S = 3600.0
-"""Seconds after the last arrival. A request that has not ended by then counts as lost."""
+"""Seconds of simulation after the last arrival. A request that has not ended by then counts as lost."""
 
 
 @dataclass(kw_only=True)

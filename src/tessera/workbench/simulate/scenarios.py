@@ -61,9 +61,10 @@ def capacity(
 
 
 def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float) -> dict[str, Any]:
-    """Serve the mixed load of a day with LOSSES; its busiest moment has `peak` requests per second.
+    """Serve a day of mixed load during which replicas are lost (LOSSES).
 
-    The day lasts `seconds`. A shorter day has the same rates, but fewer requests.
+    The busiest moment has `peak` requests per second. The day lasts `seconds`; a shorter day has the same rates, but
+    fewer requests.
 
     Returns:
         the summary, and for each 24th of the day: requests per second, share within both limits, and the 99th
@@ -120,9 +121,10 @@ def greedy(
 
 
 def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """Draw requests of TENANTS tenants, each rate / TENANTS a second, but the first `factor` times as many.
+    """Draw the requests of TENANTS tenants.
 
-    The others' requests do not depend on the factor, so two runs compare the same requests.
+    Each sends rate / TENANTS requests per second, but the first sends `factor` times as many. The others' requests do
+    not depend on the factor, so two runs compare the same requests.
     """
     found = []
     for number in range(TENANTS):

@@ -1,8 +1,8 @@
 """Synthetic requests: chats of several turns, documents asked several times, and prompts of 128K tokens asked once.
 
 The seed alone decides all requests. Tokens are random, but requests about the same text send the same tokens, so that
-the real prefix cache can share them. Arrivals are a Poisson process (open loop) whose rate may follow the hours of a
-day, from the rate `peak` of its busiest moment, the time t and the length `day`:
+the real prefix cache can share them. Arrivals are a Poisson process (open loop). Its rate is constant, or varies over a
+day of length `day` and reaches `peak` at the busiest moment:
 
     rate(t) = peak * (0.55 - 0.45 cos(2 pi (t / day - 1 / 6)))
 """

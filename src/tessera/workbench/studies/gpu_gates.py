@@ -279,7 +279,7 @@ def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0)
 
 
 def stored(report: sass.Report) -> dict[str, Any]:
-    """Return a report as a record holds it."""
+    """Return a report in the form that a record stores."""
     names = ("kernel", "registers", "spill_bytes", "shared_bytes", "barriers", "blocks", "threads")
     counts = {name: report.instructions.get(name, 0) for name in WATCHED}
     return {name: getattr(report, name) for name in names} | {"instructions": counts}

@@ -1,4 +1,4 @@
-"""The tuner's side of the worker process. A candidate that crashes, hangs or takes too much memory is a result too."""
+"""Run the tuner's worker process. A candidate that crashes, hangs or takes too much memory counts as failed."""
 
 import os
 import sys
