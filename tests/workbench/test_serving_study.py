@@ -29,7 +29,7 @@ def test_times_are_of_texts_and_tokens_of_usage():
     assert stand.rate(outcomes, 2.0) == 2.0
     assert stand.first_s(outcomes) == [1.0]
     assert stand.gaps_s(outcomes) == [0.5, 1.5]
-    with pytest.raises(ValueError, match="no request had the text"):
+    with pytest.raises(ValueError, match="no request received the text"):
         stand.percentile([], 50)
 
 

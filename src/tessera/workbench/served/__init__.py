@@ -1,1 +1,1 @@
-"""Figures of the real server: it runs as a child process, and a client drives it over HTTP."""
+"""Measure the real server: it runs as a child process, and a client drives it over HTTP."""

@@ -17,18 +17,18 @@ import httpx2
 from tessera.serve import load
 
 READY_S = 1800.0
-"""Maximum seconds from the start of a server until it has compiled its programs, on a busy machine."""
+"""Maximum seconds for a server to start and compile its programs. On a busy machine this takes long."""
 ADDRESS = re.compile(r"http://[\d.]+:\d+")
 KEYS = tuple(f"key-{number}" for number in range(32))
-"""API keys of every server. Each is a tenant, whose prompts find no other tenant's keys in the cache."""
+"""API keys of every server, one per tenant. Tenants do not share cached prompts."""
 
 
 class Server:
     """A `tessera serve` process; `started` waits until it is ready.
 
     Args:
-        flags: flags of `tessera serve`, without those for address and keys.
-        folder: folder for its API keys and its log.
+        flags: flags of `tessera serve`, except those for the port and the API keys.
+        folder: folder for the server's API keys and log.
     """
 
     def __init__(self, flags: Sequence[str], folder: Path):
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What the process has printed."""
+        """Output of the process so far."""
         return self._log.read_text()
 
     @property
@@ -73,13 +73,13 @@ class Server:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def metric(self, name: str, labels: str = "") -> float:
-        """Return a metric's value, summed over those of its labels that contain `labels`, such as 'of="row"'."""
+        """Return a metric's value: the sum over its lines that contain `labels`, such as 'of="row"'."""
         found = httpx2.get(f"{self.url}/metrics", headers=header(KEYS[0]), timeout=60).text.splitlines()
         chosen = (line for line in found if line.partition("{")[0].split()[0] == name and labels in line)
         return sum(float(line.rpartition(" ")[2]) for line in chosen)
 
     def drive[T](self, talk: Callable[["Client"], Awaitable[T]]) -> T:
-        """Run a conversation with the server and return its result."""
+        """Run `talk` with a client of this server and return its result."""
 
         async def run() -> T:
             async with Client(self.url) as client:
@@ -126,12 +126,12 @@ class Client:
         await self.http.aclose()
 
     def prompts(self, count: int, length: int, *, seed: int, shared: int = 0) -> list[list[int]]:
-        """Draw prompts of `length` tokens, which share their first `shared` tokens."""
+        """Draw `count` prompts of `length` tokens that share their first `shared` tokens."""
         sent = load.Load(rate=1.0, requests=count, prompt_tokens=length, shared_tokens=shared, seed=seed)
         return load.prompts(sent, self.tokens)
 
     async def ask(self, prompt: Sequence[int], new_tokens: int, *, tenant: int = 0, **options: object) -> load.Outcome:
-        """Stream one completion as the tenant of this number.
+        """Stream one completion with the API key of this tenant.
 
         Raises:
             ValueError: the request failed.
@@ -144,7 +144,7 @@ class Client:
     async def crowd(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, *, clients: int, tenant: int = 0, **options: object
     ) -> tuple[list[load.Outcome], float]:
-        """Send the prompts, `clients` at a time; return the outcomes in order, and the seconds of the whole."""
+        """Send the prompts, `clients` at a time; return the outcomes in the prompts' order, and the total seconds."""
         gate = asyncio.Semaphore(clients)
 
         async def one(prompt: Sequence[int]) -> load.Outcome:

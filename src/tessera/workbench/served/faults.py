@@ -1,6 +1,6 @@
-"""Cases that count faults: leaks, answers of `--exact` that differ, a bad shutdown, kills with a disk cache.
+"""Cases that count faults: leaks, answers that differ under `--exact`, a bad shutdown, a disk cache damaged by SIGKILL.
 
-A case takes the stand and a seed and returns (figures by name, facts), like those of `speed`.
+Each case takes a `Stand`, which runs the server, and a seed. It returns (name -> figure, name -> fact).
 """
 
 import asyncio
@@ -21,21 +21,24 @@ from tessera.workbench.served.speed import Found
 from tessera.workbench.served.stand import SLOTS, Stand, rate
 
 REQUESTS = 10_000
-"""Requests of the case that looks for leaks."""
+"""Number of requests that `leaks` sends."""
 CANCELLED, SLOW = 0.3, 0.1
-"""Shares of the REQUESTS that the client drops, and of those that it reads slowly."""
+"""Share of REQUESTS that the client drops, and share that it reads slowly."""
 OPEN = 3 * SLOTS
-"""Maximum requests that the client of this case has open at once."""
+"""Maximum number of requests that `leaks` keeps open at once."""
 SETTLED = 0.1
-"""Share of the REQUESTS that end before the first reading of the memory. Allocators and caches have grown by then."""
+"""Share of REQUESTS that end before `leaks` first reads the memory. By then, allocators and caches have grown."""
 PROMPTS = 1000
-"""Prompts that the server answers twice: one at a time, then SLOTS at a time."""
+"""Number of prompts that `exact` sends, first one at a time, then SLOTS at a time."""
 KILLS = 20
 COMPILED = "tessera:recompiles_total"
 
 
 def leaks(stand: Stand, seed: int) -> Found:
-    """Send requests that end in every way; count the pages, handles and requests left, and ends without a reason."""
+    """Send requests, drop some of them and read some slowly; measure leaks of pages, file handles and memory.
+
+    It also counts recompilations, requests still open at the end, and requests that ended without a reason.
+    """
     server, count = stand.server(), stand.scaled(REQUESTS)
     handles, first = server.handles, int(SETTLED * count)
     compiled = server.metric(COMPILED)
@@ -61,7 +64,7 @@ def still_open(server: Server) -> float:
 
 
 def until(condition, limit_s: float = 60.0) -> bool:
-    """Wait until the condition holds, at most `limit_s` seconds; return whether it does."""
+    """Wait at most `limit_s` seconds until the condition holds; return whether it does."""
     end = time.monotonic() + limit_s
     while not (held := condition()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -114,9 +117,10 @@ async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> s
 
 
 def exact(stand: Stand, seed: int) -> Found:
-    """Compare `--exact` with the default in a crowd, and each prompt's answer alone with its answer in a crowd.
+    """Compare the speed of `--exact` with the default's, and each prompt's answer alone with its answer in a crowd.
 
-    The control draws the crowd's answers with other seeds: most must differ.
+    A crowd is SLOTS requests at a time. As a control, a second crowd samples with other seeds: most of its answers must
+    differ.
     """
     sizes, count = stand.sizes, stand.scaled(PROMPTS)
 
@@ -150,7 +154,7 @@ def exact(stand: Stand, seed: int) -> Found:
 
 
 def shutdown(stand: Stand, seed: int) -> Found:
-    """Send SIGTERM while the server answers, with its queue full."""
+    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take."""
     stand.close()
     with serving(*stand.sizes.model, "--slots", "2", "--queue", "6", "--context", "512") as server:
 
@@ -185,9 +189,10 @@ async def refused(client: Client) -> int:
 
 
 def kills(stand: Stand, seed: int) -> Found:
-    """Kill servers with a disk cache at random points; each next one must start, and answer as a fresh one does.
+    """Start servers on one disk cache and kill each at a random time; each must start and give the expected answers.
 
-    The pool holds two requests, so that every new prompt moves an older one's pages to the disk.
+    The expected answers come from a server without a disk cache. The pool holds only two requests, so every new prompt
+    moves an older prompt's pages to disk.
     """
     stand.close()
     count, rng = stand.scaled(KILLS), random.Random(seed)
@@ -219,5 +224,5 @@ def kills(stand: Stand, seed: int) -> Found:
 
 
 async def busy(client: Client, seed: int) -> None:
-    """Keep the server busy with prompts that fill its pool."""
+    """Send prompts that fill the server's pool."""
     await client.crowd(client.prompts(4, 640, seed=seed), 4, clients=2)

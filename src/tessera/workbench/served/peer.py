@@ -1,4 +1,4 @@
-"""llama.cpp's server on the same file, machine and prompts, with as many clients."""
+"""Compare with llama.cpp's server on the same model file, machine and prompts, with as many clients."""
 
 from pathlib import Path
 
@@ -11,11 +11,13 @@ from tessera.workbench.served.speed import Found
 from tessera.workbench.served.stand import SLOTS, Stand, rate
 
 PYTHON = Path(".venv-peers/bin/python")
-"""Interpreter of the peers' environment."""
+"""Python interpreter of the environment that `make peers` builds."""
 
 
 def llama_cpp(stand: Stand, seed: int) -> Found:
-    """Compare a crowd's tokens per second with llama.cpp's: ours, theirs, ours again; both servers stay loaded.
+    """Compare tokens per second of SLOTS clients at once on our server with those on llama.cpp's.
+
+    Our server is timed before and after llama.cpp's; both stay loaded.
 
     Raises:
         ValueError: the peers' environment is missing.

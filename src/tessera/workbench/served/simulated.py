@@ -1,6 +1,6 @@
-"""The simulator against the real server: the same requests at the same times.
+"""Compare the simulator with the real server: the same requests at the same times.
 
-The server's own predictions of step times drive the simulator.
+The simulator uses the step times that the server predicts.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from tessera.workbench.simulate.replica import Open, Replica
 from tessera.workbench.simulate.traffic import Arrival, Text
 
 REQUESTS = 8 * SLOTS
-"""Requests of the comparison."""
+"""Number of requests in the comparison."""
 TAIL_S = 600.0
-"""Seconds after the last arrival in which the simulated requests must end."""
+"""Simulated seconds after the last arrival, enough for every request to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padded:
-    """Costs of decode programs that compute `batches` rows each, whether or not all of them answer."""
+    """Step times with padding: a decode step runs the smallest batch of `batches` that has room for its rows."""
 
     costs: LinearCosts
     batches: tuple[int, ...]
@@ -37,9 +37,10 @@ class Padded:
 
 
 def simulator(stand: Stand, seed: int) -> Found:
-    """Compare the median time to the first text, at a share of the throughput, with the simulator's.
+    """Compare the real median time to the first text with the simulated one, at LOAD times the throughput.
 
-    The predictions are read before the requests are sent. The control simulates steps that take half as long.
+    The server's predictions are read before the requests are sent. As a control, a second simulation halves all step
+    times.
     """
     sizes, server, count = stand.sizes, stand.server(), stand.scaled(REQUESTS)
 
@@ -61,7 +62,7 @@ def simulator(stand: Stand, seed: int) -> Found:
 
 
 def predicted(server: Server) -> tuple[LinearCosts, float]:
-    """Return the step times that a server predicts, and its limit for a step with decoding rows."""
+    """Return a server's predicted step times, and its limit in seconds for a step with decoding rows."""
     costs = {each.name: server.metric("tessera:step_cost_seconds", f'of="{each.name}"') for each in fields(LinearCosts)}
     return LinearCosts(**costs), server.metric("tessera:step_limit_seconds")
 
@@ -81,7 +82,7 @@ def first_of(costs: LinearCosts, step_s: float, sizes: Sizes, starts_s: Sequence
 
 
 def arriving(number: int, at_s: float, costs: LinearCosts, sizes: Sizes, unit: int) -> Open:
-    """Return a request of the usual size that shares nothing; its deadline is the server's for such a prompt."""
+    """Return a request of the usual size that shares no tokens with others, with the deadline that the server sets."""
     chunks = [(place * unit, unit) for place in range(ceil_div(sizes.prompt, unit))]
     work = Work(
         id=number,

@@ -1,7 +1,7 @@
-"""Cases that measure speed: a crowd, a shared document, a steady load, a greedy tenant, exact mode.
+"""Cases that measure speed: many clients at once, a shared document, a steady load, a greedy tenant.
 
-A case takes the stand and a seed and returns (figures by name, facts). Its figures are ratios of times of one run, on
-one server: a busy machine slows both sides.
+Each case takes a `Stand`, which runs the server, and a seed. It returns (name -> figure, name -> fact). A figure of
+speed divides one measurement by another from the same run, so a busy machine affects both.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ QUESTIONS, QUESTION_TOKENS = 8, 32
 ANSWER_TOKENS = 16
 """Tokens of the answer to a question about a document."""
 LOAD = 0.7
-"""Load under which `load` measures latencies, as a share of the measured throughput."""
+"""Request rate at which `load` measures latencies, as a share of the measured throughput."""
 STREAMS, STREAM_TOKENS = 8, 256
 """Number of streams that run while a long prompt is prefilled, and the tokens of each stream."""
 CHUNK = 256
-"""Rows of a server's largest prefill step on a CPU."""
+"""Tokens of a server's largest prefill step on a CPU."""
 OTHERS, GREEDY = 3, 10
-"""Number of tenants besides the greedy one; load of the greedy tenant, as a multiple of that of each other tenant."""
+"""Number of tenants besides the greedy one, and load of the greedy tenant as a multiple of another tenant's."""
 OTHERS_SHARE = 0.1
 """Load of each other tenant, as a share of the throughput, while `fairness` measures latencies."""
 
@@ -59,9 +59,10 @@ def crowd(stand: Stand, seed: int) -> Found:
 
 
 def document(stand: Stand, seed: int) -> Found:
-    """Ask several questions about one document, then each again as a tenant that has cached nothing.
+    """Compare the time to first text of later questions about one document with that of the first question.
 
-    The control asks for prompts as long as the document, which share nothing.
+    Tenants with empty caches ask the same questions and must get the same answers. As a control, the comparison is
+    repeated with prompts of the same length that share no tokens.
     """
     sizes, count = stand.sizes, QUESTIONS
 
@@ -87,12 +88,12 @@ def document(stand: Stand, seed: int) -> Found:
 
 
 def cached(outcome: Outcome) -> int:
-    """Return the prompt tokens that the server found in its cache."""
+    """Return the number of prompt tokens that the server found in its cache."""
     return (outcome.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def load(stand: Stand, seed: int) -> Found:
-    """Measure latencies at a share of the throughput, and the gaps of streams beside a long prompt."""
+    """Measure latencies at LOAD times the throughput, and the gaps in running streams when a long prompt joins them."""
     sizes, count = stand.sizes, stand.scaled(4 * SLOTS)
 
     async def talk(client: Client) -> Found:
@@ -117,7 +118,7 @@ def load(stand: Stand, seed: int) -> Found:
 async def poisson(
     client: Client, prompts: list[list[int]], new_tokens: int, *, per_s: float, seed: int, tenant: int = 0
 ) -> list[Outcome]:
-    """Send prompts at random times, on average `per_s` a second, whatever the server does."""
+    """Send prompts at random times, `per_s` a second on average, without waiting for earlier answers."""
     starts = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(prompts)))
 
     async def one(at_s: float, prompt: list[int]) -> Outcome:
@@ -128,9 +129,10 @@ async def poisson(
 
 
 async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
-    """Compare the longest gap of streams, while a long prompt is prefilled, with one chunk of it plus a usual gap.
+    """Measure how long a long prompt stalls running streams.
 
-    The seconds of a chunk are those of the prompt alone, times CHUNK / the prompt's tokens.
+    The figure is the longest gap between a stream's texts during the long prompt's prefill, divided by the time of one
+    chunk plus the usual gap. The time of a chunk is that of the prompt alone, times CHUNK / the prompt's tokens.
     """
     length = stand.sizes.long
     first, second = client.prompts(2, length, seed=seed + 700)
@@ -161,7 +163,7 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
 
 
 def fairness(stand: Stand, seed: int) -> Found:
-    """Serve three tenants and one with ten times the load of each: first with full queues, then at fixed rates."""
+    """Serve three equal tenants and one with ten times the load of each: with full queues, then at fixed rates."""
     sizes, count = stand.sizes, stand.scaled(12 * SLOTS)
     tenants = range(OTHERS + 1)  # the first is the greedy one
 
@@ -194,10 +196,10 @@ def fairness(stand: Stand, seed: int) -> Found:
 
 
 async def contend(client: Client, sizes: Sizes, count: int, seed: int) -> tuple[list[int], float]:
-    """Let every tenant keep requests open until `count` have ended; return the tokens per tenant, and the seconds.
+    """Let all tenants keep requests open until `count` have ended in all; return tokens per tenant, and seconds.
 
-    The first third of the requests is not counted, since a tenant may at first get ahead by its longest request. The
-    greedy tenant keeps GREEDY times as many requests open as each other tenant, which keeps SLOTS / 2.
+    The greedy tenant keeps GREEDY * SLOTS / 2 requests open, each other tenant SLOTS / 2. The first third of the
+    requests is not counted, since a tenant may at first get ahead by its longest request.
     """
     clients = [SLOTS // 2] * OTHERS
     clients.insert(0, GREEDY * SLOTS // 2)

@@ -1,4 +1,4 @@
-"""What the cases share: the models with their sizes, one running server, and the statistics of their figures."""
+"""Parts that the cases share: models with their sizes, a running server, and statistics of the figures."""
 
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tessera.serve.load import Outcome
 from tessera.workbench.served.child import Server
 
 SLOTS = 16
-"""Requests that a server answers at a time."""
+"""Number of requests that a server answers at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,12 @@ class Sizes:
 
     Attributes:
         name: the model in words, for tables.
-        model: what `tessera serve` takes.
-        context: longest request.
+        model: arguments of `tessera serve` that select the model.
+        context: maximum length of a request, answer included.
         pages: pages of the server's pool.
-        prompt, new: usual prompt and answer.
-        document: the document that several questions share.
-        long: the prompt that joins running streams.
+        prompt, new: lengths of the usual prompt and answer.
+        document: length of the document that several questions share.
+        long: length of the prompt that joins running streams.
     """
 
     name: str
@@ -47,15 +47,15 @@ MODELS = {
         name="SmolLM2", model=("smollm2",), context=8192, pages=600, prompt=256, new=64, document=6144, long=4096
     ),
 }
-"""The shipped model's context ends at 4,096 tokens, so its documents are shorter than the 6K of the goal."""
+"""Name -> model to measure. The shipped model's document is shorter because its context ends at 4,096 tokens."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Stand:
-    """Runs one server at a time, and restarts it only for a case that needs other flags.
+    """Owner of the one running server, which it restarts only if a case needs other flags or the server has ended.
 
     Attributes:
-        sizes: the model.
+        sizes: the model, with the sizes of its requests.
         share: share of the requests to send; below 1 for a quick look.
     """
 
@@ -101,7 +101,7 @@ class Stand:
 
 
 def rate(outcomes: Sequence[Outcome], seconds: float) -> float:
-    """Return new tokens per second."""
+    """Return the generated tokens per second of all requests."""
     return sum(found.usage["completion_tokens"] for found in outcomes) / seconds
 
 
@@ -111,19 +111,19 @@ def first_s(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def gaps_s(outcomes: Sequence[Outcome]) -> list[float]:
-    """Return the seconds between pieces of text, of all requests."""
+    """Return the seconds between consecutive pieces of text, for all requests."""
     return [gap for found in outcomes for gap in np.diff(found.pieces_s).tolist()]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile; raise ValueError if there are no values."""
     if not values:
-        raise ValueError("no request had the text that this figure needs")
+        raise ValueError("no request received the text that this figure is computed from")
     return float(np.percentile(values, percent))
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Return Jain's index of fairness, (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one has everything.
+    """Return Jain's index of n shares x, (sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if one share is everything.
 
     Raises:
         ValueError: there are no shares, or all are 0.

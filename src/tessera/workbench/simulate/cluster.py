@@ -1,8 +1,8 @@
-"""Replicas behind a router that knows their prefixes, and losses of replicas.
+"""Replicas behind a router that sends prompts with the same start to the same replica, and losses of replicas.
 
-Rendezvous hashing of a text's first page names two replicas. A request goes to the first of them, or to the second if
-its queued prefill is shorter by more than SPILL_S seconds. A lost replica's requests go to others, where they start
-again with their arrival times and deadlines unchanged.
+Rendezvous hashing of a prompt's first page (of a chat's whole text) ranks the replicas. A request goes to the first
+one, or to the second if the second's queued prefill is shorter by more than SPILL_S seconds. If a replica is lost, its
+requests start again on others. Their arrival times and deadlines do not change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ from tessera.workbench.simulate.replica import Open, Replica
 from tessera.workbench.simulate.traffic import Arrival, Hashes, due_s
 
 STEP_S = 0.04
-"""Target seconds of a step with decoding rows: below ITL_S, with room for a step that is late."""
+"""Target seconds of a step with decoding rows: less than ITL_S, so that a step may take longer than predicted."""
 ITL_S = 0.05
-"""Limit of the mean seconds per token after the first."""
+"""Limit for a request's mean seconds per token after the first."""
 SIZES = {"edf": (1, 4, 16), "fcfs": (8,)}
 """Scheduler policy -> sizes of the compiled prefill programs, in segments of UNIT positions."""
 SPILL_S = 2.0
 DOWN_S = 120.0
 """Seconds until a lost replica is back, with an empty cache: its weights and compiled programs are on disk."""
 TAIL_S = 3600.0
-"""Seconds after the last arrival. A request that has not ended by then counts as lost."""
+"""Seconds of simulation after the last arrival. A request that has not ended by then counts as lost."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Outcome:
 
     Attributes:
         submitted: number of requests.
-        queue: (time, waiting and prefilling requests) at arrivals.
+        queue: (time, number of waiting and prefilling requests) at each arrival.
     """
 
     submitted: int
@@ -54,15 +54,15 @@ def simulate(
     losses: Sequence[tuple[float, int]] = (),
     most_late: int | None = None,
 ) -> Outcome:
-    """Serve the arrivals.
+    """Simulate how the replicas of a machine serve the arrivals.
 
     Args:
-        machine: the replicas; one of them is enough to find a replica's capacity.
+        machine: the chip, and the number of replicas and of their devices.
         attention: dense or Kascade.
-        policy: of the scheduler.
+        policy: policy of the scheduler.
         arrivals: requests in order of time.
         losses: (time, index) of each loss of a replica.
-        most_late: stop early once more than this number of requests missed a limit.
+        most_late: number of requests that may miss a limit before the simulation stops early; None for no stop.
     """
     costs = step_times(machine, attention)
     replicas = [
@@ -127,7 +127,7 @@ def _route(request: Open, replicas: Sequence[Replica], back_s: Sequence[float], 
 
 
 def good(request: Open) -> bool:
-    """Return whether a request met both limits: its first token by the deadline, and ITL_S per token after it."""
+    """Return whether a request met both limits: first token by the deadline, later tokens in ITL_S on average."""
     return request.first_s <= request.work.deadline_s and per_token_s(request) <= ITL_S
 
 
@@ -137,7 +137,7 @@ def per_token_s(request: Open) -> float:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """Summarise a simulation as JSON data. A request that did not end counts as lost and as late."""
+    """Summarise a simulation as JSON data. A request that did not end counts as lost, and in `in_slo` as late."""
     ended = outcome.ended
     kinds = sorted({each.arrival.kind for each in ended})
     met = sum(map(good, ended))
@@ -168,7 +168,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _weighted(counters: Sequence[dict[int, int]]) -> dict[str, float]:
-    """Return percentiles of counted milliseconds (upper ends)."""
+    """Return percentiles of step times, counted by whole milliseconds; each percentile is rounded up."""
     values = sorted({value for counter in counters for value in counter})
     if not values:
         return {}

@@ -1,9 +1,11 @@
 """Predicted step times and page pools of machines, from the roofline: no compiler, no device.
 
     step = decode program + prefill program
-    program = max(weights, products) + attention or cache + links
+    program = max(weights, products) + (attention or cache) + links
 
-The roofline leaves out the host, tile selection and the latency of exchanges.
+All terms are seconds: to read the weights, for the matrix products, for a prompt's attention or to read a decoding
+row's keys from the cache, and for exchanges between devices. The roofline leaves out the host, tile selection and the
+latency of exchanges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ UNIT = 256
 """Positions of a segment and of a page: a multiple of the tile and of the query tile on accelerators."""
 LONGEST = 131072
 GRID = 4096
-"""Positions between two predictions of attention and cache times; between them they are nearly linear."""
+"""Positions between two predictions of attention and cache times. Other lengths are interpolated."""
 
 Attention = Literal["dense", "kascade"]
 
@@ -59,12 +61,12 @@ class StepTimes:
     """Predicted step times, from tables, in the form that `runtime.scheduler` takes (`Costs`).
 
     Attributes:
-        weights: seconds in which a program reads the weights.
-        row: seconds of a prefilled row's products.
+        weights: seconds to read the weights once.
+        row: seconds of a prefilled row's matrix products.
         row_links: seconds of a prefilled row's exchanges between devices.
-        answer, answer_links: seconds of a decoding row's products and exchanges.
-        attention: seconds of the attention of the first i segments of a prompt, by i.
-        cache: seconds in which a decoding row reads its keys, by number of keys / UNIT.
+        answer, answer_links: seconds of a decoding row's matrix products and exchanges.
+        attention: element i is the seconds of attention in the first i segments of a prompt.
+        cache: element i is the seconds in which a decoding row reads i * UNIT keys.
     """
 
     weights: float
@@ -93,8 +95,11 @@ class StepTimes:
 
 @lru_cache
 def step_times(machine: Machine, attention: Attention) -> StepTimes:
-    """Build the table of a machine. Under Kascade (the paper's plan, a tenth of the keys), a segment below the
-    cross-over runs dense; the cross-over is the first point of the grid from which Kascade is faster."""
+    """Predict the step times of a machine.
+
+    Kascade follows the paper's plan and reads a tenth of the keys. Segments below the cross-over run dense. The
+    cross-over is the shortest predicted length from which on Kascade is faster.
+    """
     config = MODELS[MODEL]
     policy = recipe(config, MODEL)
     lengths = range(GRID, LONGEST + GRID + 1, GRID)

@@ -1,8 +1,9 @@
-"""One replica: the engine's loop on a clock that predicted step times advance, with the real scheduler, pool and cache.
+"""One replica: the engine's loop in simulated time, with the real scheduler, page pool and prefix cache.
 
-The loop is that of the paged engine: admit, decode one token of every answering row, prefill what the scheduler allows,
-publish the pages that prefill filled. A request's prompt gets all its pages when it is admitted; its answer takes pages
-as it grows, and the scheduler's victim gives way when there are none.
+Predicted step times advance the clock. The loop is that of the paged engine: admit requests, decode one token of every
+answering row, prefill what the scheduler allows, publish the pages that prefill filled. A request gets the pages of its
+prompt when it is admitted, and its answer takes more as it grows. When rows or pages run out, the scheduler may choose
+a running request that gives up its own and waits again.
 """
 
 from collections import Counter
@@ -16,20 +17,20 @@ from tessera.runtime.scheduler import Costs, Scheduler, Work
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
-"""Maximum decode steps simulated as one while no request waits or prefills; their times are nearly equal."""
+"""Maximum decode steps simulated as one while no request waits or prefills. Their times are nearly equal."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Open:
-    """A request that has not ended.
+    """A request and its progress.
 
     Attributes:
         hashes: hashes of the prompt's pages that other requests may share.
-        pages: page numbers, for the positions from 0 on.
-        published: number of pages offered to the prefix cache or taken from it.
-        cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
-        first_s: time of the first token; None before it.
-        ended_s: time of the last token.
+        pages: numbers of its pages, in order of position.
+        published: number of its pages that it offered to the prefix cache or took from it.
+        cached_tokens: prompt tokens that the prefix cache held at the first admission; None until then.
+        first_s: time of the first token; None until then.
+        ended_s: time of the last token; None until then.
     """
 
     arrival: Arrival
@@ -63,7 +64,7 @@ class Replica:
         self.restart()
 
     def restart(self) -> list[Open]:
-        """Lose all keys and open requests; return the requests, for another replica."""
+        """Drop all keys and open requests; return those requests, which another replica can serve."""
         lost = [] if not hasattr(self, "waiting") else [*self.waiting.values(), *self.prefilling.values(), *self.rows]
         self.prefix = Prefix(Pages(self.num_pages, self.unit), b"simulated")
         self.waiting: dict[int, Open] = {}
@@ -73,12 +74,12 @@ class Replica:
 
     @property
     def backlog_s(self) -> float:
-        """Predicted seconds of the prompts that are not computed yet."""
+        """Predicted seconds to prefill the rest of all open prompts."""
         works = [each.work for queue in (self.waiting, self.prefilling) for each in queue.values()]
         return sum(self.scheduler.costs.step_s([(w.position, w.prompt_tokens - w.position)], ()) for w in works)
 
     def submit(self, request: Open) -> None:
-        """Take a request."""
+        """Add a request to the queue."""
         self.waiting[request.work.id] = request
 
     def run_until(self, end_s: float) -> None:

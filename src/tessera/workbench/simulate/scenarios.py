@@ -14,9 +14,9 @@ from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
 GOAL = 0.99
 """Share of requests that must meet both limits."""
 WINDOW_S = 1200.0
-"""Seconds of constant load that each trial of the search for a capacity simulates."""
+"""Seconds of constant load in each trial of the search for a capacity."""
 PRECISION = 1.05
-"""The search for a capacity ends when the smallest failing load / the largest holding load is at most this."""
+"""The search for a capacity ends when the smallest rate that failed / the largest rate that passed is at most this."""
 LOAD = 0.8
 """Load of a day's busiest hour as a share of the capacity."""
 LOSSES = (0.39, 0.6, 0.83)
@@ -29,10 +29,10 @@ GREEDY = 10.0
 def capacity(
     machine: str, attention: Attention, policy: Policy, mix: str, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
-    """Find the requests per second of one replica at which GOAL of them meet both limits, by bisection.
+    """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within both limits.
 
     Returns:
-        the rate, the summary of the run at it, and every rate tried with whether it held.
+        the rate, the summary of its run, and `tried`: every rate tried and whether it passed.
     """
     one = replace(MACHINES[machine], replicas=1)
     tried: dict[float, bool] = {}
@@ -61,11 +61,14 @@ def capacity(
 
 
 def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float) -> dict[str, Any]:
-    """Serve the mixed load of a day whose busiest moment has `peak` requests per second, with LOSSES. The day takes
-    `seconds`; a shorter one has the same rates, for less long.
+    """Serve a day of mixed load during which replicas are lost (LOSSES).
+
+    The busiest moment has `peak` requests per second. The day lasts `seconds`; a shorter day has the same rates, but
+    fewer requests.
 
     Returns:
-        the summary, and for each 24th of the day: requests, share in the limits, and p99 of TTFT / its limit.
+        the summary, and for each 24th of the day: requests per second, share within both limits, and the 99th
+        percentile of time to first token / its limit.
     """
     on = MACHINES[machine]
     losses = [(seconds * part, number % on.replicas) for number, part in enumerate(LOSSES)]
@@ -75,7 +78,7 @@ def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seco
 
 
 def hours(outcome: Outcome, arrivals: Sequence[Arrival], hour_s: float) -> list[Mapping[str, float]]:
-    """Summarise the arrivals of each hour."""
+    """Summarise the requests that arrived in each hour."""
     found = []
     for hour in range(24):
         came = sum(each.at_s // hour_s == hour for each in arrivals)
@@ -89,12 +92,13 @@ def hours(outcome: Outcome, arrivals: Sequence[Arrival], hour_s: float) -> list[
 def greedy(
     machine: str, attention: Attention, policy: Policy, rate: float, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
-    """Serve TENANTS equal tenants on one replica, together `rate` requests per second; then let one send GREEDY times
-    as much.
+    """Serve TENANTS equal tenants on one replica, then again with one of them sending GREEDY times as much.
+
+    The equal tenants together send `rate` requests per second.
 
     Returns:
-        Jain's index (see `jain`) with the greedy tenant. For the nine other tenants, first without and then with the
-        greedy one: p99 of the time to first token, share within the limits, share of prompt tokens from the cache.
+        Jain's index (see `jain`) of the second run. For the nine other tenants, in the first and in the second run:
+        99th percentile of the time to first token, share within both limits, share of prompt tokens from the cache.
     """
     one = replace(MACHINES[machine], replicas=1)
     runs = []
@@ -117,9 +121,10 @@ def greedy(
 
 
 def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """Draw requests of TENANTS tenants, each rate / TENANTS a second, but the first `factor` times as many.
+    """Draw the requests of TENANTS tenants.
 
-    The others' requests do not depend on the factor, so two runs compare the same requests.
+    Each sends rate / TENANTS requests per second, but the first sends `factor` times as many. The others' requests do
+    not depend on the factor, so two runs compare the same requests.
     """
     found = []
     for number in range(TENANTS):
@@ -131,7 +136,7 @@ def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[A
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:
-    """Return (sum x)^2 / (n sum x^2), where x is a tenant's served tokens over its max-min fair share of all served."""
+    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is a tenant's served tokens / fair share."""
     asked: dict[str, float] = {}
     served = dict.fromkeys((each.tenant for each in arrivals), 0.0)
     for each in arrivals:
@@ -145,7 +150,7 @@ def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float
 
 
 def _max_min(asked: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide a total fairly (max-min): equal shares, except for tenants that asked for less."""
+    """Divide a total max-min fairly: a tenant gets as much as it asked for, but at most an equal share of the rest."""
     shares, left = {}, total
     for count, name in zip(range(len(asked), 0, -1), sorted(asked, key=asked.get)):
         shares[name] = min(asked[name], left / count)

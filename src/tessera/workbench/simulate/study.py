@@ -1,4 +1,4 @@
-"""Run the scenarios of `tessera simulate` on a machine and store what they found, a record each."""
+"""Run the scenarios of `tessera simulate` on a machine and build a record of each result."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,15 +11,16 @@ from tessera.workbench.simulate.traffic import MIXES
 OP = "simulated serving"
 CHECK = "step times predicted by the roofline, not measured; scheduler, page pool and prefix cache are the real ones"
 PAIRS = (("kascade", "edf"), ("kascade", "fcfs"), ("dense", "edf"), ("dense", "fcfs"))
-"""(attention, scheduler policy) of each capacity to find. The first pair is compared with the others."""
+"""(attention, scheduler policy) pairs whose capacity is measured. The first pair is compared with the others."""
 GOALS: Mapping[tuple[str, str], float] = {
     ("mixed", "dense, edf"): 1.5,
     ("long", "dense, edf"): 2.0,
     ("mixed", "kascade, fcfs"): 2.0,
 }
-"""(mix, other pair) -> goal for the capacity of the first pair / that of the other pair."""
+"""(mix, other pair) -> minimum of the first pair's capacity / the other pair's."""
 JAIN_GOAL, OTHERS_GOAL = 0.95, 1.5
-"""Goals next to a greedy tenant: least index of Jain, and largest ratio of the others' 99th percentile of TTFT."""
+"""Goals with a greedy tenant: minimum of Jain's index, and maximum of the others' p99 time to first token / the same
+without a greedy tenant."""
 
 
 def run(
@@ -29,9 +30,9 @@ def run(
 
     Args:
         machine: name in MACHINES.
-        day_hours: hours that the day takes; 0 leaves it out.
-        minutes: length of the constant loads that find capacities.
-        tell: receives a line per result.
+        day_hours: length of the simulated day; 0 skips the day.
+        minutes: length of each run at a constant load.
+        tell: called with a line of text for each result.
 
     Raises:
         ValueError: the machine is unknown, or a time is out of range.

@@ -1,8 +1,8 @@
 """Synthetic requests: chats of several turns, documents asked several times, and prompts of 128K tokens asked once.
 
-Everything follows from the seed. A prompt's tokens are random numbers, the same for everyone who sends the same text,
-so that the real prefix cache finds what it would find. Arrivals are a Poisson process (open loop) whose rate may follow
-the hours of a day:
+The seed alone decides all requests. Tokens are random, but requests about the same text send the same tokens, so that
+the real prefix cache can share them. Arrivals are a Poisson process (open loop). Its rate is constant, or varies over a
+day of length `day` and reaches `peak` at the busiest moment:
 
     rate(t) = peak * (0.55 - 0.45 cos(2 pi (t / day - 1 / 6)))
 """
@@ -19,11 +19,11 @@ from tessera.runtime.prefix import Prefix
 from tessera.workbench.simulate.machine import LONGEST, UNIT
 
 SYSTEM_TOKENS = 1024
-"""Tokens of a chat's system prompt; all chats share one of SYSTEMS."""
+"""Tokens of a chat's system prompt, which is one of SYSTEMS different ones."""
 SYSTEMS = 8
 VOCAB = 128256
 BEFORE_S = 1200.0
-"""Seconds before time 0 at which texts begin to arrive. Their later requests make the rate even from time 0 on."""
+"""Seconds before time 0 at which texts begin to arrive. Without their later requests, the rate would start too low."""
 
 Kind = Literal["chat", "document", "128K"]
 
@@ -35,7 +35,7 @@ def due_s(prompt_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Text:
-    """`length` random tokens: SYSTEM_TOKENS drawn from the seed `system` (0: none), the others from `seed`."""
+    """`length` random tokens, drawn from `seed`. Unless `system` is 0, that seed gives the first SYSTEM_TOKENS."""
 
     seed: int
     length: int
@@ -51,8 +51,10 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One request. Its prompt starts with the first `prompt_tokens` of `text`, as far as that goes, and ends with
-    tokens of its own (the question)."""
+    """One request. Its prompt is the first `prompt_tokens` of `text`.
+
+    If `text` is shorter, the prompt is all of it, followed by tokens that no other request has (the question).
+    """
 
     at_s: float
     kind: Kind
@@ -64,11 +66,11 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Shares of the kinds among first requests, and the lengths of documents.
+    """Shares of the kinds of texts, and the sizes of documents.
 
     Attributes:
-        weights: share of chats, documents and 128K prompts.
-        shortest, longest: tokens of a document, whose logarithm is uniform between them.
+        weights: shares of chats, documents and 128K prompts among the texts.
+        shortest, longest: limits of a document's tokens. The logarithm of their number is drawn uniformly.
         asked: mean number of questions on a document.
     """
 
@@ -86,7 +88,7 @@ MIXES = {
 
 
 def requests_per_start(mix: Mix) -> float:
-    """Return the mean number of requests that follow from one arrival of a text."""
+    """Return the mean number of requests about one text."""
     return mix.weights[0] * 3.5 + mix.weights[1] * mix.asked + mix.weights[2]
 
 
@@ -95,10 +97,10 @@ class Stream:
     """Arrivals in order of time.
 
     Attributes:
-        rate: mean requests per second; of a day, the rate of its busiest hour.
+        rate: mean requests per second; if `daily`, in the busiest hour.
         seconds: duration.
-        daily: whether the rate follows a day's hours, of which `seconds` is the whole.
-        tenant: who sends them all.
+        daily: whether the rate varies as over a day that lasts `seconds`.
+        tenant: tenant of all requests.
     """
 
     mix: Mix
@@ -155,7 +157,7 @@ def _longest(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: i
 
 
 class Hashes:
-    """Page hashes of texts, by the prefix cache's own function; kept for the texts asked last."""
+    """Page hashes of texts, from the prefix cache's own function. The `kept` texts used last stay cached."""
 
     def __init__(self, prefix: Prefix, kept: int = 8192):
         self._all = lru_cache(kept)(lambda text, tenant: prefix.hashes(text.tokens(), tenant))

@@ -146,7 +146,7 @@ def kernel_of(case: Case) -> Kernel:
 
 
 def around(config: Any, name: str, space: list[Any]) -> Iterator[Any]:
-    """Yield `config` with field `name` at its next smaller and its next larger value, as far as the space has them."""
+    """Yield `config` with field `name` at its next smaller and its next larger value, where the space has them."""
     mine = asdict(config)
     line = {asdict(c)[name]: c for c in space if {**asdict(c), name: mine[name]} == mine} | {mine[name]: config}
     values = sorted(line)

@@ -1,4 +1,4 @@
-"""Valid values of a model's files, written out again: the fuzzer's oracle shares no code with the library's loaders.
+"""Valid values in a model's files, stated independently: the fuzzer's oracle shares no code with the library's loaders.
 
 `nonsense` reads a file that the library accepted and lists the values that the library should have refused.
 """
@@ -162,7 +162,7 @@ def _safetensors(data: bytes) -> Iterator[str]:
     for (start, end), entry, name in sorted(entries, key=lambda item: item[0]):
         size = {"F32": 4, "F16": 2, "BF16": 2}.get(entry["dtype"], 0)
         if start != at or end - start != math.prod(entry["shape"]) * size:
-            yield f"{name} lies at {start} to {end}"
+            yield f"the bytes of {name} are {start} to {end}"
         at = end
     if 8 + length + at != len(data):
         yield f"the tensors end at {at} of {len(data) - length - 8} bytes"

@@ -1,4 +1,4 @@
-"""Predict the figures that the TPU kernels must meet; our kernels and the peer's share the compiler and the prediction.
+"""Predict figures of the TPU kernels, which have targets. Our kernels and the peer's share compiler and prediction.
 
     tessera study tpu-figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
     tessera study tpu-figures --report                        # appends the records to evidence/
@@ -65,14 +65,14 @@ CALLS = MappingProxyType(
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that. Its query tiles may each list a tenth of their visible keys, and under the causal
-mask a query tile sees half of all keys on average. "score long 32" and "sparse kascade 32" have the default query tile,
+"sparse kascade" lists half of a tenth: each query tile may list a tenth of its visible keys, and under the causal mask
+it sees half of all keys on average. "score long 32" and "sparse kascade 32" have the default query tile,
 32; the same names without the 32 have a query tile of 128.
 """
 
 VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
-"""Further arguments of `programs.attention_call`. On equal terms our call does as the peer does: it computes
-exponentials in float32 and transposes q itself."""
+"""Further arguments of `programs.attention_call`. On equal terms our call, like the peer's, computes exponentials in
+float32 and transposes q itself."""
 
 SELECTIONS = MappingProxyType(
     {
@@ -213,7 +213,7 @@ def xla_ms(program: str, chip: str) -> float:
         condition = "\n".join(lines[re.search(r"condition=%([\w.\-]+)", loop)[1]])
         ends = re.findall(r" constant\((\d+)\)", condition)
         if len(ends) != 1 or "direction=LT" not in condition:
-            raise ValueError(f"the number of turns of the loop cannot be read from its condition: {condition.strip()}")
+            raise ValueError(f"the loop's number of iterations cannot be read from its condition: {condition.strip()}")
         return int(ends[0])  # JAX counts the iterations of a loop of known length from 0
 
     return 1e3 * seconds("ENTRY")

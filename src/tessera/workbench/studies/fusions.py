@@ -1,4 +1,4 @@
-"""Predict the time of a layer's parts in several forms on absent TPUs: what XLA fuses, and what another form gains.
+"""Predict the time of a layer's parts on absent TPUs, each part in several forms that XLA fuses differently.
 
     tessera study fusions             # compiles what is missing: minutes; --list prints what is left
     tessera study fusions --report    # a record per part, form and chip in evidence/
@@ -39,7 +39,7 @@ CASES = (
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
     return tuple(line.get(name) for name in ("part", "form", "chip", "rows", "group"))
 
 
@@ -54,7 +54,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def figures(found: tpu.Compiled) -> dict[str, Any]:
-    """Predict a compiled part's time, its operations one after another and then its Pallas kernels."""
+    """Predict a compiled part's time: its operations run one after another, then its Pallas kernels."""
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
     bytes_s, around_s = fusions.seconds(found.operations, found.fusions, on.clock_hz, bandwidth)

@@ -184,7 +184,7 @@ class Bench:
         if reply["logits"] != sound["logits"] and not self.may_change_scores(case):
             yield "other scores"
         if case.name not in ("tokenizer.json", GGUF) and reply["ids"] != sound["ids"]:
-            yield "other tokens of a text"
+            yield "the tokens of a text differ"
         if case.name == "config.json":
             raw = json.loads(case.data)
             for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):

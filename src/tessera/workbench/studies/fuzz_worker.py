@@ -16,7 +16,7 @@ import numpy as np
 import tessera
 
 LIMIT_BYTES = 2 << 30
-"""Address space, in bytes, that opening a model may add to what this process holds once it is ready."""
+"""Bytes of address space that this process, once ready, may add to open a model."""
 TEXT = "Hello <|end|> w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld, 12345"
 
 

@@ -1,10 +1,10 @@
-"""Figures that the Hopper kernels must meet on an H200, and the roofline of each; nothing is timed.
+"""Rooflines of the Hopper kernels' figures on an H200, and the figures' targets; nothing is timed.
 
     tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`inspection.CEILINGS`). It is the least time that a call can take; our kernels may be much slower. A ratio compares two
-calls at their rooflines: no kernel of ours can gain more than that over a dense kernel that reaches its own roofline.
+calls at their rooflines: it is an upper bound on our kernels' gain over a dense kernel that reaches its own roofline.
 Measured records replace these figures once `scripts/gpu_check.sh` has run on an H200.
 """
 

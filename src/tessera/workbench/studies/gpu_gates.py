@@ -52,7 +52,7 @@ OTHERS = MappingProxyType(
 """(role, phase) -> sizes of further calls. In these calls more rows share one list of tiles (or, for scores, one sum of
 masses) than in the other cases, so their search spaces hold blocks that no other case has."""
 BATCH = 2
-"""Sequences of a case by default. With only one, the compiler removes indices that otherwise take registers."""
+"""Default number of sequences in a case. With only one, the compiler removes indices that otherwise take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes of an extra case for prefill's default blocks: no block size divides them."""
@@ -176,7 +176,7 @@ def paged_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def taken(case: Mapping[str, Any]) -> bool:
-    """Return whether the case's kernel takes the call."""
+    """Return whether the case's kernel accepts the call."""
     return kernel_of(case).refusal(*call(case)) is None
 
 
@@ -279,14 +279,14 @@ def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0)
 
 
 def stored(report: sass.Report) -> dict[str, Any]:
-    """Return a report as a record holds it."""
+    """Return a report in the form that a record stores."""
     names = ("kernel", "registers", "spill_bytes", "shared_bytes", "barriers", "blocks", "threads")
     counts = {name: report.instructions.get(name, 0) for name in WATCHED}
     return {name: getattr(report, name) for name in names} | {"instructions": counts}
 
 
 def identity(case: Mapping[str, Any]) -> str:
-    """Return a text that identifies the case, equal for the case and its line in the file of results."""
+    """Return a text that identifies a case: the case and its line in the file of results give the same text."""
     names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads scaled page".split()
     return json.dumps([case.get(name) for name in names])
 

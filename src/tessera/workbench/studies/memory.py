@@ -1,4 +1,4 @@
-"""Memory and time of SmolLM2's steps by what they donate, store and compute in, on this CPU and on an absent v6e.
+"""Measure SmolLM2's steps with other donation, storage or dtypes: memory and time on this CPU, memory on an absent v6e.
 
     tessera study memory             # minutes; --list prints what is left
     tessera study memory --report    # a record per step, form and device in evidence/
@@ -47,7 +47,7 @@ KEYS = 8192
 ROWS = 512
 """Tokens per training step."""
 ROUNDS = MappingProxyType({"decode": 10, "training": 5})
-"""Step -> timed calls of each form on the CPU."""
+"""Step -> number of timed calls of each form on the CPU."""
 
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -57,7 +57,7 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 )
 """Step -> form -> arguments of the step's factory. Other forms are compared with the first."""
 HELD = MappingProxyType({"decode": 1, "training": 0})
-"""Step -> place of the argument whose new value the step returns first: the cache, or the state of training."""
+"""Step -> index of the argument whose new value is the step's first result: the cache, or the state of training."""
 CHIPS = ("cpu", "v6e")
 CASES = tuple({"step": step, "form": form, "chip": chip} for chip in CHIPS for step in FORMS for form in FORMS[step])
 
@@ -164,7 +164,7 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
     return tuple(line[name] for name in ("step", "form", "chip"))
 
 

@@ -71,12 +71,12 @@ def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
     return tuple(line.get(name) for name in (*SIZES, *TYPES))
 
 
 def words(case: Mapping[str, Any]) -> str:
-    """Name a step in its record."""
+    """Return the name of a step in its record."""
     types = "".join(f", {case[name]} {name}" for name in TYPES if name in case)
     sizes = f"B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
     return f"{case['model']} {case['phase']} {sizes}{types}"

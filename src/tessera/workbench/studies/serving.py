@@ -1,7 +1,7 @@
 """`tessera study serving`: measure the real server against its goals.
 
-Each case starts `tessera serve` as a child process and drives it over HTTP, once per seed. Finished pairs of case and
-seed are stored; `--resume` goes on from them. Figures of speed are ratios of times of one run.
+Each case starts `tessera serve` as a child process and drives it over HTTP, once per seed. Results are stored by
+case and seed; `--resume` measures only those that are missing. A figure of speed divides two measurements of one run.
 """
 
 import signal
@@ -37,11 +37,12 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One case: the function that measures it, its title, and its goals by the name of the figure.
+    """A case: the function that measures it, its title, and a goal for each of its figures.
 
     Attributes:
+        goals: figure -> goal; the key "figure model" gives a goal for one model alone.
         models: names of the models that it runs on.
-        once: whether one run suffices, because the case counts and does not time.
+        once: whether one run is enough, because the case counts faults and measures no times.
     """
 
     measure: Callable[[Stand, int], speed.Found]
@@ -60,26 +61,26 @@ CASES: Mapping[str, Case] = {
         measure=speed.crowd,
         title="16 clients against one",
         goals={
-            "speedup demo": Goal("tokens/s of 16 clients over those of one", ">=", 3.0),
-            "speedup smollm2": Goal("tokens/s of 16 clients over those of one", ">=", 2.0),
+            "speedup demo": Goal("tokens/s of 16 clients / tokens/s of one client", ">=", 3.0),
+            "speedup smollm2": Goal("tokens/s of 16 clients / tokens/s of one client", ">=", 2.0),
         },
     ),
     "document": Case(
         measure=speed.document,
         title="8 questions to one document",
         goals={
-            "later_of_first": Goal("time to first text of the 2nd to 8th over the first's", "<=", 0.15),
-            "control": Goal("the same, prompts that share nothing", ">=", 0.7),
-            "differing": Goal("answers that differ from cold ones", "<=", 0),
+            "later_of_first": Goal("time to first text, questions 2 to 8 / question 1", "<=", 0.15),
+            "control": Goal("the same ratio for prompts that share no tokens", ">=", 0.7),
+            "differing": Goal("answers that differ from those with an empty cache", "<=", 0),
         },
     ),
     "load": Case(
         measure=speed.load,
         title="at 70 % of the throughput",
         goals={
-            "first_p99_of_unloaded": Goal("p99 of the time to first text over the unloaded median", "<=", 5.0),
-            "gap_p99_of_p50": Goal("p99 of the time between texts over its median", "<=", 2.0),
-            "gap_of_chunk": Goal("longest gap of 8 streams beside a long prompt over one chunk and a gap", "<=", 1.0),
+            "first_p99_of_unloaded": Goal("time to first text, p99 under load / median without load", "<=", 5.0),
+            "gap_p99_of_p50": Goal("time between texts, p99 / median", "<=", 2.0),
+            "gap_of_chunk": Goal("longest gap of 8 streams beside a long prompt / (a chunk + a usual gap)", "<=", 1.0),
         },
     ),
     "fairness": Case(
@@ -87,18 +88,18 @@ CASES: Mapping[str, Case] = {
         title="one tenant at ten times the load of three others",
         goals={
             "jain": Goal("Jain's index of the tokens served", ">=", 0.95),
-            "others_p99_ratio": Goal("the others' p99 to the first text, with it over without it", "<=", 1.5),
+            "others_p99_ratio": Goal("other tenants' p99 time to first text, with / without the greedy one", "<=", 1.5),
         },
     ),
     "leaks": Case(
         measure=faults.leaks,
         title="10,000 requests, 30 % dropped, 10 % read slowly",
         goals={
-            "pages": Goal("share of the pages in use afterwards", "<=", 0),
-            "handles": Goal("file handles more than before", "<=", 0),
-            "memory_growth": Goal("growth of the memory after the first tenth", "<=", 0.01),
-            "recompiles": Goal("programs compiled", "<=", 0),
-            "unfinished": Goal("requests still open, or without a named end", "<=", 0),
+            "pages": Goal("share of the pages in use at the end", "<=", 0),
+            "handles": Goal("file handles left open", "<=", 0),
+            "memory_growth": Goal("growth of the memory after the first tenth of the requests", "<=", 0.01),
+            "recompiles": Goal("programs compiled while requests ran", "<=", 0),
+            "unfinished": Goal("requests still open, or ended without a reason", "<=", 0),
         },
         models=("demo",),
         once=True,
@@ -107,9 +108,9 @@ CASES: Mapping[str, Case] = {
         measure=faults.exact,
         title="`--exact`",
         goals={
-            "slower": Goal("tokens/s of a crowd: default over exact, less one", "<=", 0.15),
-            "differing": Goal("of 1,000 sampled answers, those that differ alone and in a crowd", "<=", 0),
-            "control": Goal("share that differs with other seeds", ">=", 0.9),
+            "slower": Goal("tokens/s of 16 clients, default / `--exact`, minus 1", "<=", 0.15),
+            "differing": Goal("of 1,000 answers, those that 15 other requests changed", "<=", 0),
+            "control": Goal("share of the answers that differ with other seeds", ">=", 0.9),
         },
         models=("demo",),
     ),
@@ -119,8 +120,8 @@ CASES: Mapping[str, Case] = {
         goals={
             "full_queue": Goal("a full queue answers 429 with Retry-After", ">=", 1),
             "new_refused": Goal("after SIGTERM, new requests get 503 with Retry-After", ">=", 1),
-            "unfinished": Goal("open requests that did not end well", "<=", 0),
-            "seconds": Goal("seconds until the last had ended", "<=", 30),
+            "unfinished": Goal("open requests that failed", "<=", 0),
+            "seconds": Goal("seconds from SIGTERM until the last open request ended", "<=", 30),
             "exit_code": Goal("exit code", "<=", 0),
         },
         models=("demo",),
@@ -130,7 +131,7 @@ CASES: Mapping[str, Case] = {
         title="kill -9 at 20 random points, with a disk cache",
         goals={
             "damaged": Goal("damaged files", "<=", 0),
-            "differing": Goal("answers that differ from a fresh server's", "<=", 0),
+            "differing": Goal("answers that differ from those without a disk cache", "<=", 0),
             "failed_starts": Goal("starts that failed", "<=", 0),
         },
         models=("demo",),
@@ -139,15 +140,15 @@ CASES: Mapping[str, Case] = {
     "peer": Case(
         measure=peer.llama_cpp,
         title="16 clients, against llama.cpp's server",
-        goals={"of_llama_cpp": Goal("tokens/s over those of llama.cpp, same file", ">=", 1.0)},
+        goals={"of_llama_cpp": Goal("tokens/s / tokens/s of llama.cpp, on the same file", ">=", 1.0)},
         models=("smollm2",),
     ),
     "simulator": Case(
         measure=simulated.simulator,
         title="the simulator",
         goals={
-            "error": Goal("simulated median time to first text against the real one, less one", "<=", 0.15),
-            "control": Goal("the same, steps that take half as long", ">=", 0.3),
+            "error": Goal("relative error of the simulated median time to first text", "<=", 0.15),
+            "control": Goal("the same error if simulated steps take half as long", ">=", 0.3),
         },
     ),
 }
@@ -198,7 +199,7 @@ def run(chosen: Sequence[str], flags: Any) -> bool:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return what identifies a run of a case."""
+    """Return the case, model, seed and share of requests, which together identify a run."""
     return tuple(line[name] for name in ("case", "model", "seed", "share"))
 
 
@@ -214,7 +215,7 @@ def measured(stand: Stand, name: str, seed: int) -> dict[str, Any]:
 
 
 def grouped(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any]]]]:
-    """Group lines by case and model; of the lines of one seed, keep the last."""
+    """Group lines by case and model; if a seed has several lines, keep the last."""
     groups: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for line in lines:
         groups.setdefault((line["case"], line["model"]), {})[line["seed"]] = line
@@ -245,7 +246,7 @@ def record(name: str, model: str, lines: Sequence[Mapping[str, Any]]) -> evidenc
 
 
 def judged(goal: Goal, values: Sequence[float]) -> dict[str, Any]:
-    """Return a figure's values with their median and whether it meets the goal."""
+    """Return a figure's values, their median, and whether the median meets the goal."""
     median = statistics.median(values)
     return {
         "about": goal.about,

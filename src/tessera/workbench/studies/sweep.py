@@ -56,7 +56,7 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def tpu_kernels() -> tuple[Kernel, ...]:
-    """Return the table's TPU kernels."""
+    """Return the TPU kernels in the kernel table."""
     return tuple(kernel for kernel in KERNELS if kernel.platform == "tpu")
 
 
@@ -101,7 +101,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(case: Mapping[str, Any]) -> tuple:
-    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
     return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 

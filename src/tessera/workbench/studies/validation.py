@@ -85,7 +85,7 @@ def is_big(point: Mapping[str, Any]) -> bool:
 
 
 def identity(point: dict[str, Any]) -> str:
-    """Return a text that identifies the point, equal for the point and its line in the file of results."""
+    """Return a text that identifies a point: the point and its line in the file of results give the same text."""
     return json.dumps([point[n] for n in ("chip", "q", "k", "v", "is_causal", "return_residuals", "config")])
 
 
@@ -199,8 +199,9 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one for all chips, and one for both chips in CALIBRATION, which fits the constants
-    again.
+    """Build one record per chip, one for the chips in CALIBRATION, and one for all chips.
+
+    The record for CALIBRATION also fits the constants again.
 
     Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
     its chips has no points. `planned` maps each chip whose timings are available to all of its points; the facts count
@@ -333,7 +334,7 @@ def study(options: Any) -> int:
 
 
 def installed() -> Path:
-    """Return the folder of timings in the peer's installed wheel; PEER_PYTHON if there is none."""
+    """Return the folder of timings in the peer's installed wheel, or PEER_PYTHON, which `missing` then reports."""
     return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
 
 

@@ -1,4 +1,4 @@
-"""Find block sizes by measuring: search, final, confirmation, then a row of the table that dispatch reads.
+"""Find block sizes by measuring, in three stages, and write them to the table that dispatch reads.
 
     tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
@@ -6,8 +6,8 @@
    the configs that the cost model (`seeding.py`) ranks first; for XLA's kernels, which the model ranks badly, it starts
    with random configs. `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs in a child
    process, which checks it against float64 and then times it briefly.
-2. *Final*: the best few candidates and the default take turns for longer, on fresh numbers.
-3. *Confirmation*: the winner and the default take turns once more, on other numbers and at lengths that the search
+2. *Final*: the best few candidates and the default take turns for longer, on fresh inputs.
+3. *Confirmation*: the winner and the default take turns once more, on other inputs and at lengths that the search
    never used. The reported gain (default's time / winner's time) and its interval come from this stage.
 
 The tuner saves every answer as it arrives (build/tune/), so Ctrl-C or a kill costs only the running candidate. A
@@ -39,10 +39,10 @@ from tessera.workbench.tune.seeding import estimate
 METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
 """Search methods by name."""
 LEAST_GAIN = 1.02
-"""Least gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must also
-lie above 1."""
+"""Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
+also lie above 1."""
 WORST_ELSEWHERE = 0.95
-"""Least speed of the winner at a held-out length, as a share of the default's speed."""
+"""Minimum speed of the winner at a held-out length, as a share of the default's speed."""
 MOST_S, MOST_GIB = 1e9, 1e9
 """Largest accepted limits, in seconds and GiB. Larger values overflow a queue's timeout or a system resource limit."""
 
@@ -166,11 +166,11 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         on_step: called with a line of text for every candidate and finalist.
 
     Returns:
-        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed":
-        number of answers that the journal already held}.
+        "default" and "winner" (configs), "gain" of the winner and its "interval", "elsewhere" (gains at held-out
+        lengths), "candidates", "rank_correlation", and "replayed" (number of answers that the journal already held).
 
     Raises:
-        Failed: the default does not run, is wrong, or nothing could be confirmed.
+        Failed: the default does not run or is wrong, or the confirmation could not time default and winner.
         ValueError: the journal belongs to another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
@@ -255,7 +255,7 @@ def _first(
 def _take_turns(
     task: Task, entries: list[dict], budget: Budget, book: Journal, child: Child, first_seed: int
 ) -> list[tuple[dict, list[float]]]:
-    """Time one call of every entry per round, on fresh numbers; return (entry, samples) of entries without an error."""
+    """Time one call of every entry per round, on fresh inputs; return (entry, samples) of entries without an error."""
     taken: list[tuple[dict, list[float]]] = [(entry, []) for entry in entries]
     for number in range(budget.rounds):
         seed = budget.seed + first_seed + 10 * number
@@ -265,10 +265,10 @@ def _take_turns(
 
 
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
-    """Time winner and default in turns; return the gain on fresh numbers, its interval, the gains at held-out lengths.
+    """Time winner and default in turns; return the gain on fresh inputs, its interval, the gains at held-out lengths.
 
-    If one of these is below its limit, the result also holds "winner", the default's config, and "refused", the
-    config of the argument `winner`.
+    If a gain or the interval is below its limit, the result also holds "winner", the default's config, and "refused",
+    the config of the argument `winner`.
     """
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
@@ -281,7 +281,7 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
             interval = measure.ratio_interval(turns[0][1], turns[1][1])
     gain = gains.pop("")
     if gain is None:
-        raise Failed(f"default and winner of {task.name} could not be timed side by side")
+        raise Failed(f"default and winner of {task.name} could not be timed in turns")
     holds = (
         gain >= LEAST_GAIN and interval[0] > 1 and all(g is not None and g >= WORST_ELSEWHERE for g in gains.values())
     )

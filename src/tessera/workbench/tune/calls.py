@@ -1,4 +1,4 @@
-"""Draw the calls that candidates are timed on, with fresh numbers every time, and check the candidates' results."""
+"""Draw random inputs for the calls that time candidates, and check the candidates' results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -109,7 +109,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
     error = np.abs(mass.sum(-1) - sizes).max()
     limit = 2e-2 * sizes.max()
     if not error <= limit:
-        return f"masses of a query tile sum to {error:.3g} more or less than its rows, allowed {limit:.3g}"
+        return f"masses of a query tile sum to {error:.3g} more or less than its number of rows, allowed {limit:.3g}"
     first = (len(sizes) - 1) * spec.query_tile
     rows = [oracle.attend(row_call(spec, call, row)).mass[:, :, 0] for row in range(first, num_queries)]
     error = np.abs(mass[:, :, -1] - sum(rows)).max()
@@ -117,7 +117,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
 
 
 def held_out(shapes: Shapes, factors: Sequence[float] = (0.5, 1.5)) -> list[Shapes]:
-    """Return the same call at other lengths, to compare the winner with the default there."""
+    """Return the call's shapes at other lengths, where the winner is compared with the default."""
     found = []
     for factor in factors:
         keys = max(round(shapes.num_keys * factor), 2)

@@ -1,4 +1,4 @@
-"""The tuner's side of the worker process. A candidate that crashes, hangs or takes too much memory is a result too."""
+"""Run the tuner's worker process. A candidate that crashes, hangs or takes too much memory counts as failed."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 from tessera.core.child import Ended, Worker
 
 START_S = 300.0
-"""Seconds to wait until a worker is ready. A worker that takes longer is taken to hang."""
+"""Seconds to wait until a worker is ready. A worker that takes longer counts as hung."""
 
 
 class Child(Worker):
@@ -25,7 +25,7 @@ class Child(Worker):
         try:
             return super().ask(request, self.limit_s)
         except Ended as end:
-            said = f"the worker died with status {end.status}: a crash, or more than its memory"
+            said = f"the worker died with status {end.status}: it crashed or exceeded its memory limit"
             if end.late:
                 said = f"killed after {self.limit_s:g} s without an answer"
             return {"samples": [], "compile_s": 0.0, "error": said}

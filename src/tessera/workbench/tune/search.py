@@ -1,9 +1,9 @@
-"""The search, independent of kernels and clocks: a small genetic algorithm over a finite space, without repeats.
+"""Search a finite space by a small genetic algorithm that tries nothing twice; independent of kernels and clocks.
 
 Genomes are dicts of a Config's fields. The search first tries the seeds that it is given, then breeds: it picks two
 parents by tournament, takes each field of the child from one of them at random, and moves one field to a neighbouring
-value or leaves it. It discards a child that is outside the space or already known. The search is deterministic in its
-seed and in the results of the evaluations, so a killed search resumes by replaying the saved results.
+value or leaves it. It discards a child that is outside the space or already known. The random
+seed and the results of the evaluations decide the search, so a killed search resumes by replaying the saved results.
 """
 
 import random

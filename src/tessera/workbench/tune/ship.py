@@ -82,7 +82,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
     Raises:
         ValueError: the workload is unknown, the journal belongs to another search, or the method's library is missing.
-        tune.Failed: the default does not run, or nothing could be confirmed; `out` gets a record of the error.
+        tune.Failed: the default does not run, or the winner could not be confirmed; `out` gets a record of the error.
     """
     from rich.console import Console
 
@@ -121,7 +121,7 @@ def command(workload: str, role: str, budget: Budget) -> str:
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:
-    """Print the winner, its gain and interval, and how well the cheap stages ranked the candidates."""
+    """Print the winner, its gain and interval, and the rank correlations between estimates and times."""
     if found["winner"] == found["default"]:
         refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
         console.print(f"the default stays: {found['default']}{refused}")

@@ -25,7 +25,7 @@ def suggest(
 ) -> Iterator[tuple[Proposal, float | None]]:
     """Evaluate up to `budget` different members of the space and yield each with its fitness.
 
-    Deterministic in `seed` and in the results of the evaluations. The arguments are those of `search.evolve`.
+    `seed` and the results of the evaluations decide the search. The arguments are those of `search.evolve`.
 
     Raises:
         ValueError: Optuna is not installed.

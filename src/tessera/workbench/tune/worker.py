@@ -1,8 +1,8 @@
-"""The child process that runs candidates: a crash, a hang or too much memory ends this process, but not the tuner.
+"""Run candidates in a child process: a crash, a hang or too much memory ends this process, but not the tuner.
 
 Requests and answers are lines of JSON. A request names a kernel (a name in the table, or "module:attribute"), a call
 and a config. The answer holds seconds per call, or the error. The worker compiles, checks the result of a warm-up call,
-times each call on fresh numbers and checks the last result. A candidate that fails a check gets no times.
+times each call on fresh inputs and checks the last result. A candidate that fails a check gets no times.
 """
 
 import collections
