@@ -160,7 +160,7 @@ def time_lengths(
     length: int,
     interleave: Callable[..., dict[str, list[float]]],
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
-    """Time prefills of `length` random tokens, policies in turns.
+    """Time prefills of `length` random tokens; the policies take turns.
 
     Returns:
         By policy name: the seconds per round, and the share of visible keys that each layer read.
@@ -257,7 +257,10 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 
 
 def prefill_memory(stand: Stand) -> Iterator[Record]:
-    """Measure prefill's peak memory at several lengths, a fresh process each, minus the peak of a 64-token prompt."""
+    """Measure the peak memory of prefill at several lengths, each in a fresh process.
+
+    The figure is the peak minus that of a 64-token prompt.
+    """
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
     weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
