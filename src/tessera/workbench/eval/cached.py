@@ -59,14 +59,14 @@ class Coarse(Dense):
 
 
 def coarse(x: Array) -> Array:
-    """Round x [..., H] to multiples of max |x| / 7, the maximum over H: 15 levels."""
+    """Round x to 15 levels: multiples of max |x| / 7, with the maximum over the last axis."""
     step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LEVELS
     return jnp.where(step > 0, jnp.round(x / jnp.where(step > 0, step, 1)) * step, x).astype(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A model under one policy and cache, with the words that its records and the table use."""
+    """A model under one policy and cache, and the names of the policy and the cache in its records' titles."""
 
     name: str
     attention: str
@@ -143,7 +143,7 @@ def run(
 def on_text(
     contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[np.ndarray], label: str, command: str
 ) -> Record:
-    """Record KL(dense, float cache || contender) per token, a mean per window."""
+    """Record the KL divergence from dense attention on a float cache, per token, as a mean per window."""
     found = fidelity(contender.model, contender.model.policy, windows, reference)
     how = How(iterations=len(found.kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
     facts = {"agreement": found.agreement, "tokens": found.num_tokens}

@@ -24,9 +24,9 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens of a length that are reserved for question and answer.
+"""Tokens reserved for a question and its answer: a document of a given length leaves this many of its tokens free.
 
-Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. That is the start of a query tile if the
+Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. This is the start of a query tile if the
 size of a query tile divides ROOM.
 """
 
@@ -141,7 +141,7 @@ def alike(rng: np.random.Generator) -> list[Fact]:
 
 
 def numbered(rng: np.random.Generator, thing: str) -> Fact:
-    """Draw a number for a thing and build the fact."""
+    """Draw a number for a thing, and build the fact that states and asks for it."""
     value = number(rng)
     return Fact((f"The {thing} is {value}.",), f"What is the {thing}? The {thing} is", (f" {value}",))
 

@@ -5,8 +5,9 @@
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
 of each question. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
-without its choice of keys: whole heads read every key, the other heads read only own tiles, local tiles and sinks. If
-the control does as well as the plan, a task says nothing about the choice of keys, and its record says so.
+without its choice of keys: heads that read every key under the plan still do, and the other heads read only own tiles,
+local tiles and sinks. If the control does as well as the plan on a task, the task says nothing about the choice of
+keys, and its record says so.
 """
 
 import json
@@ -46,13 +47,14 @@ class Sizes:
 
     Attributes:
         lengths: ends of the position ranges that get a record each; ascending multiples of 512.
-        documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
+        documents: (kind, length, count), in the order they run; lengths are multiples of 128, at most the last of
+            `lengths`.
         windows: number of text windows per domain, each as long as the longest length.
         brief: `documents` for contenders whose `brief` is set. These are most rivals, and all contenders that run at
             another budget than the plan's (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
-        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
+        scales: budgets of the frontier's plans, as multiples of the plan's own budget.
     """
 
     lengths: tuple[int, ...]
@@ -389,5 +391,6 @@ def line_of(record: Record) -> str:
     facts = record.facts
     interval = f"({facts['low']:.3g} to {facts['high']:.3g})"
     said = f"{record.what.workload}: {facts.get('mean', record.median):.4g} {record.unit} {interval}"
-    said += f", keeps {facts['kept']:.0%} of dense's {facts['of_dense']}" if facts.get("kept") is not None else ""
+    if facts.get("kept") is not None:
+        said += f", keeps {facts['kept']:.0%} of dense's {facts['of_dense']} right answers"
     return said + f", {record.mean_density:.1%} of keys"
