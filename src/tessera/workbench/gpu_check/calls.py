@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a kernel's role. A sparse call's lists have room for what `select` lists."""
+        """Return (spec, shapes) for a kernel's role. A sparse call's capacity is that of `select`'s lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -117,7 +117,10 @@ def takes_single_keys(kernel: Kernel) -> bool:
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """Return (spec, shapes) with the first tile that the kernel takes, else None. MOST_SINGLE_KEYS limits tile 1."""
+    """Return (spec, shapes) with the first size in TILES that the kernel takes; None if it takes none.
+
+    Tile 1 counts only for calls of at most MOST_SINGLE_KEYS keys.
+    """
     for tile in TILES if kernel.role != "dense" else TILES[:1]:
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue

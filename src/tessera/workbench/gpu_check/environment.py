@@ -53,7 +53,7 @@ def differences(here: str, shipped: str) -> dict:
     """Return a record's samples and facts: the number of shipped facts that differ, and name -> [shipped, here].
 
     Raises:
-        ValueError: `here`, XLA's text, holds no facts.
+        ValueError: no facts can be read from `here`, XLA's description of this GPU.
     """
     found = facts(here)
     if not found:

@@ -75,7 +75,8 @@ PEERS = MappingProxyType(
         "flash_attn": flash_attn,
     }
 )
-"""Name -> function of (setting, q, k, v) that returns a call. The call waits for out [B,T,N,H] and returns it."""
+"""Name -> function of (setting, q, k, v) that prepares a call. The result is a function without arguments, which
+computes out [B,T,N,H], waits for it and returns it."""
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
