@@ -150,7 +150,7 @@ def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int 
 
 
 def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
-    """Return everything that determines what a search measures; a notebook with another subject starts over."""
+    """Return everything that determines what a search measures, so that a search resumes only from its own notes."""
     return {
         "model": fingerprint(model.params, model.config),
         "corpus": [corpus.sha256, corpus.num_tokens],

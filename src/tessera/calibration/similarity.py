@@ -63,7 +63,7 @@ class Notes:
 
     @property
     def score(self) -> np.ndarray:
-        """[L,L] score(a, b) = importance(b) x similarity(a, b)."""
+        """Score of each pair of layers, [L,L]: score(a, b) = importance(b) x similarity(a, b)."""
         return self.importance * self.similarity
 
     def metrics(self) -> dict[str, Any]:

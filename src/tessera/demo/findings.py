@@ -28,7 +28,7 @@ Progress = Callable[[str], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One question with each policy's answer; a regular expression, not a model, reads `expected` from the document."""
+    """One question with each policy's answer. A regular expression, not a model, finds `expected` in the document."""
 
     question: str
     expected: str
@@ -120,13 +120,16 @@ class LayerTimes(NamedTuple):
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Return sums of medians over a model's layers: all layers dense, and each layer of its kind in `layers`."""
+        """Return the medians summed over a model's layers: as if all were dense, and with the kinds in `layers`."""
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """Return each layer's kind: its role and, if "own" or "sparse", its budgets. Layers of one kind take equal time."""
+    """Return each layer's kind: its role, and the budgets of its heads if the role is "own" or "sparse".
+
+    Layers of one kind take equal time.
+    """
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
@@ -206,7 +209,7 @@ def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _Tracing(Kascade):
-    """Kascade that also returns what its layers chose; needs unrolled layers."""
+    """Kascade that also returns the tiles that its layers chose; needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
         """Return whether a layer ranks tiles: its role is "score", or "own" with a head budget between 0 and 1."""

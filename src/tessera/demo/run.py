@@ -165,7 +165,7 @@ def make_folder(out: Path) -> None:
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
-    """Store a run's records under `folder`, and copy the embedded model's plot over prompt lengths to `picture`."""
+    """Store a run's records under `folder`, and copy the embedded model's plot of times to `picture`."""
     body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
     found = [evidence.decode(json.dumps(record)) for record in body["records"]]
     evidence.append(Path(folder) / f"demo-{hardware.device_slug()}.jsonl", found)
