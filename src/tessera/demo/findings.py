@@ -71,7 +71,7 @@ def make_prompt(document: str, subject: str) -> str:
 
 
 def what_it_says(document: str, subject: str) -> tuple[str, int]:
-    """Return (the document's answer in the wording that the model is trained on, its position in characters)."""
+    """Return the document's answer, in the wording that the model is trained on, and its position in characters."""
     if subject.startswith("the "):
         pattern = rf"The {re.escape(subject[4:])} is [^\s.]+\."
     else:

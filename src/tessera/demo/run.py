@@ -1,4 +1,4 @@
-"""Run the demo: a table on the terminal, a JSON record and an HTML page under build/demo."""
+"""Run the demo: print tables, and write a JSON record and an HTML page to build/demo."""
 
 import json
 import os
@@ -199,7 +199,7 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     first_token = findings.first_token_times(pair, settings.first_token_lengths, settings.repeats, stages)
     kascade = models["kascade"]
     attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, stages)
-    stages("looking at what was read")
+    stages("counting the keys that each layer read")
     prompt = findings.make_prompt(document, settings.subjects[0])
     reads = findings.read_map(kascade, kascade.tokenizer.encode(prompt))
     stages("done")
@@ -290,7 +290,7 @@ def notes(found: Findings) -> list[str]:
             f"{reading_report.CONTROL}"
         )
     if total["dense"] and total["control"] >= total["kascade"]:
-        lines.append("The control finds as many as Kascade: here pass keys do NOT show that the choice matters.")
+        lines.append("The control finds as many as Kascade: here pass keys do NOT show that the choice of keys matters.")
     if found.crossover_tokens > found.answers[0].dense.prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "

@@ -163,7 +163,7 @@ def time_lengths(
     """Time prefills of `length` random tokens; the policies take turns.
 
     Returns:
-        By policy name: the seconds per round, and the share of visible keys that each layer read.
+        Two dicts by policy name: the seconds per round, and the share of visible keys that each layer read.
     """
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
@@ -217,7 +217,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
     pairs = [(tokens["ours", n], tokens["peer", n]) for n in range(len(rounds["ours"]))]
     equal = float(np.mean([a == b for one, other in pairs for a, b in zip(one, other)]))
     if any(one[0] != other[0] for one, other in pairs):
-        raise ValueError(f"first tokens must equal the peer's on every timed call; share of equal tokens {equal:.3f}")
+        raise ValueError(f"a first token differs from the peer's on a timed call; {equal:.1%} of all tokens are equal")
     yield from _peer_records(stand, taken, equal)
 
 

@@ -315,7 +315,8 @@ def run(
     sizes = SUITES[suite]
     longest = max(*sizes.lengths, sizes.window_tokens)
     if model.config.max_positions < longest:
-        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
+        context = model.config.max_positions
+        raise ValueError(f"the model's context of {context} tokens is too short: {longest} are needed")
     out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
     windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()

@@ -121,7 +121,8 @@ def run(
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
     if model.config.max_positions < sizes.length:
-        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {sizes.length}")
+        context = model.config.max_positions
+        raise ValueError(f"the model's context of {context} tokens is too short: {sizes.length} are needed")
     out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     body = texts.reference() if text is None else text
     ids = np.asarray(model.tokenizer.encode(body[: 40 * sizes.windows * sizes.length]), np.int32)

@@ -71,7 +71,7 @@ def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """Return [L][K]: whether each head reads every key under the plan."""
+    """Return whether each head reads every key under the plan, by layer and KV head."""
     budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
     return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
 
@@ -79,7 +79,7 @@ def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
     """Return the budget of the heads that do not read every key, such that all heads read `keys` on average.
 
-    `whole` says which heads read every key, [L][K].
+    `whole` says which heads read every key, by layer and KV head.
     """
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
@@ -157,7 +157,7 @@ class Matched(Counted):
     Attributes:
         scores: a rule of SCORES.
         keys: the budget. A query tile's own tiles are read even if they exceed it.
-        whole: whether a head reads every key, whatever the budget, [L][K]; empty for none.
+        whole: whether a head reads every key, whatever the budget, by layer and KV head; empty if no head does.
         tile, query_tile: as in Kascade.
         sinks: number of first tiles that are always read.
     """

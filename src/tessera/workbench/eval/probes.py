@@ -244,7 +244,7 @@ def pose(filler: Filler, fact: Fact, depth: float) -> Question:
         text += piece
         whole = filler.encode(text)
         if whole[: len(before)] != before:
-            raise ValueError(f"the tokenizer merges {piece!r} with the text before it, so the answer cannot be cut")
+            raise ValueError(f"the tokenizer merges {piece!r} with the text before it, so it cannot be split off")
         answer += whole[len(before) :]
         given += [index % 2 == 1] * (len(whole) - len(before))
         before = whole

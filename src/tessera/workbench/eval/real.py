@@ -38,7 +38,8 @@ NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
 """Largest p value (McNemar) at which a difference from the control counts as more than chance."""
 RESOLUTION = 1e-6
-"""Nats. Smaller KL differences are rounding errors: records round to 1e-7, and programs may sum in different orders."""
+"""KL differences of at most this many nats are rounding errors: records round to 1e-7, and programs may sum in
+different orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +371,7 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     """
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:
-        raise ValueError(f"the model's context of {context} tokens is shorter than {sizes.lengths[0]}")
+        raise ValueError(f"the model's context of {context} tokens is too short: {sizes.lengths[0]} are needed")
     documents, brief = (tuple(one for one in own if one[1] <= context) for own in (sizes.documents, sizes.brief))
     return replace(sizes, lengths=lengths, documents=documents, brief=brief)
 

@@ -35,7 +35,7 @@ MOST_OF_JAX = 0.8
 """Share of jax's memory limit that a call's arrays may take. A larger call is not timed; its record says so."""
 
 SAMPLE_S, COMPILE_S = 60.0, 240.0
-"""Seconds for one sample, and for compiling all contenders of a call."""
+"""Time limits in seconds: for one sample, and for compiling all contenders of a call."""
 LAYERS, ANCHORS = 32, 5
 ROLES = ("score", "sparse")
 TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade decode": 5.0}
