@@ -21,7 +21,7 @@ CROSSOVER_BUDGET_S = 240.0
 Two slow cores reach 4,096 tokens with a model of 135 M parameters."""
 
 GROWTH = 3
-"""Expected factor of a prefill's time when its length doubles: between 2 for matrix products and 4 for attention."""
+"""Assumed growth of a prefill's time when its length doubles: between 2 (matrix products) and 4 (attention)."""
 
 REPEATS = 3
 """Timed runs per policy and length."""

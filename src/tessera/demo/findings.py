@@ -98,7 +98,10 @@ def passkey_accuracy(
 def first_token_times(
     models: Mapping[str, Model], lengths: Sequence[int], repeats: int, progress: Progress
 ) -> dict[int, dict[str, list[float]]]:
-    """Time the first token on held-out library text, in seconds: fresh text per sample, policies taking turns."""
+    """Return the seconds to the first token of held-out library text, by prompt length and policy.
+
+    Every sample has fresh text, and the policies take turns.
+    """
     text = library_corpus().held_out
     rng = np.random.default_rng(21)
     out = {}

@@ -290,7 +290,7 @@ def notes(found: Findings) -> list[str]:
             f"{reading_report.CONTROL}"
         )
     if total["dense"] and total["control"] >= total["kascade"]:
-        lines.append("The control finds as many as Kascade: here pass keys do NOT show that the choice of keys matters.")
+        lines.append("The control finds as many as Kascade: pass keys do NOT show here that the choice matters.")
     if found.crossover_tokens > found.answers[0].dense.prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
@@ -432,7 +432,7 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
     return [
         {
             "svg": pictures.densities(found.reads.densities, model.policy.roles()),
-            "caption": "Counted from the tile lists that the kernels were given, for the first question's prompt.",
+            "caption": "The keys in the tile lists that the kernels were given, for the first question's prompt.",
         },
         {
             "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),

@@ -2,8 +2,9 @@
 
     predicted gain = 1 / ((1 - p) + p / s)
 
-p is attention's share of the dense prefill's time, s the speed-up of attention alone. Neither uses the measured
-end-to-end gain, so prediction and measurement can differ: a smaller measured gain means time lost outside attention.
+Here, p is attention's share of the dense prefill's time, and s is the speed-up of attention alone. Neither uses the
+measured end-to-end gain, so prediction and measurement can differ: a smaller measured gain means time lost outside
+attention.
 """
 
 import time

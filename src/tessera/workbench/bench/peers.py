@@ -32,7 +32,7 @@ SPLASH_BLOCK: Final = 512
 
 
 def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Float[Array, "B T N H"]:
-    """Run JAX's own attention, which holds all scores at once."""
+    """Run JAX's own attention, which keeps all scores in memory at once."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 

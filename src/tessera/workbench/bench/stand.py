@@ -228,7 +228,7 @@ def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tupl
 
 
 def fresh_seed(number: int) -> int:
-    """Seed of one round, positive although warm-up rounds have negative numbers."""
+    """Return a round's seed, which is positive although warm-up rounds have negative numbers."""
     return number + 1000
 
 

@@ -149,7 +149,7 @@ def kascade(model: Model, plan: Plan, title: str) -> Contender:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """Return the settings of a plan that a record holds."""
+    """Return a plan's settings, for the records of its contender."""
     names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
     lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
     return {name: getattr(plan, name) for name in names} | lists

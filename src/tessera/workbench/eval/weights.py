@@ -185,7 +185,10 @@ def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> 
 
 
 def judge_task(bench: Bench, contender: Contender, kind: str, length: int, count: int) -> Record:
-    """Record which questions a contender answers right, and its share of those that float weights under dense do."""
+    """Record which questions a contender answers right.
+
+    The facts also hold the share that it keeps of the questions that float weights answer right under dense attention.
+    """
     model, documents = bench.model(contender.name), bench.material.documents(kind, length, count)
     answers = run_trials(model, contender.policy, documents, num_keys=length)
     found = [[int(o.found) for o in a.outcomes] for a in answers]

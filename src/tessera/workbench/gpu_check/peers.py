@@ -1,4 +1,4 @@
-"""Dense attention of other libraries, on the same arrays: cuDNN through jax, PyTorch's back ends, FlashAttention."""
+"""Prepare dense attention calls of other libraries: cuDNN through jax, PyTorch's back ends, FlashAttention."""
 
 import importlib.util
 from collections.abc import Callable

@@ -72,7 +72,7 @@ class Scale:
 
 
 class Session:
-    """Run of the script in one process: appends records, knows what is left to do and when to stop.
+    """One process's run of the script. It appends records, and knows what is left to do and when to stop.
 
     Attributes:
         first: run only a little of every piece, in case time runs out before the pieces are complete.

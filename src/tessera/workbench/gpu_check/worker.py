@@ -2,9 +2,9 @@
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
-REQUEST is JSON: {"pieces": names, or "module:function" for others, "out": file of records, "dry", "again", "since":
-number of records in the file when the script began, "limit_s"}. Without REQUEST, the process only prints the slug of
-this GPU, which names its file of records.
+REQUEST is a JSON object with the keys "pieces" (names in PIECES, or "module:function" for other pieces), "out" (file of
+records), "dry", "again", "since" (number of records in the file when the script began) and "limit_s". Without REQUEST,
+the process only prints the slug of this GPU, which names its file of records.
 """
 
 import contextlib
