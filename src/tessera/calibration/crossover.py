@@ -74,7 +74,10 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 
 
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
-    """Time a prefill of `length` tokens under each policy: median ms of interleaved runs, excluding compilation."""
+    """Return the median milliseconds of a prefill of `length` tokens per policy, over interleaved runs.
+
+    Compilation is not included.
+    """
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
     sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]

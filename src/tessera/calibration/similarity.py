@@ -52,8 +52,8 @@ class Notes:
     Attributes:
         heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose choice head k of layer b would
             use. The last axis has length 1 if the heads are pooled.
-        similarity: [layers, layers]. similarity[a, b] is the minimum over a window's query tiles, mean over windows and
-            heads.
+        similarity: [layers, layers]. similarity[a, b] is layer b's probability on the keys that layer a chooses,
+            relative to b's own choice: the minimum over a window's query tiles, then the mean over windows and heads.
         importance: [layers]. Mean of 1 - cosine between the residual stream before and after the attention block.
     """
 
@@ -137,7 +137,10 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 
 
 def attention_mass(notes: Sequence[RecallState]) -> np.ndarray:
-    """Return attention mass [2,L,K], summed over a recorder's chunks: on the keys that the policy reads, and on all."""
+    """Return the attention mass of each layer and KV head, [2,L,K]: on the keys that the policy reads, and on all.
+
+    The masses are summed over a recorder's chunks.
+    """
     return np.sum([(own.held, own.total) for own in notes], axis=0, dtype=np.float64)
 
 

@@ -200,8 +200,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
-    """Return counts [query tiles, key tiles] of the KV heads that list a key tile; -1 where the key tile is in the
-    query tile's future."""
+    """Return how many KV heads list a key tile, [query tiles, key tiles]; -1 where it is in the query tile's future."""
     tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # without the last chunk's padding
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):

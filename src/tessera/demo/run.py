@@ -394,7 +394,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
-                "a point is dense's time divided by Kascade's. Left: other held-out text in every run. Right: one "
+                "a point is dense's time divided by Kascade's. Left: every run has other held-out text. Right: one "
                 "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
                 "plan's layers is shown, and includes choosing tiles.",
             },

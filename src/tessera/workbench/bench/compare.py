@@ -2,8 +2,9 @@
 
 A comparison's result is a factor: how many times better the second set's figure is. A figure that was measured in turns
 with a peer is compared by its ratio to the peer, so that a slow day of the machine cancels out. Any other figure is
-compared by its median. The factor's interval is a bootstrap over the raw samples of both sets, which redraws a figure's
-and its peer's sample of a round together.
+compared by its median. The factor's interval is a bootstrap over the raw samples of both sets. It redraws rounds, so
+the samples of a figure and its peer from one round stay together.
+
 The figure regressed if the interval lies below 1 - MARGIN, and it is as good as before if the interval lies above
 1 - WANTED. A figure in between, or with few samples, cannot be judged, and the report says so. Figures of different
 suites or sizes are never compared; figures that the second set lacks are listed.

@@ -163,7 +163,7 @@ class Stand:
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """Call `measure.interleave` with the rounds that fit in time, at least `least` (default: least_rounds)."""
+        """Call `measure.interleave` with as many rounds as fit in time, but at least `least` (None: least_rounds)."""
         least = self.sizes.least_rounds if least is None else least
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 

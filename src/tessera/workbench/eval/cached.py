@@ -106,7 +106,8 @@ def run(
 
     Args:
         model: needs a tokenizer and a context of `sizes.length`.
-        plan: policy under which the caches are measured, as well as dense; its cross-over is ignored. None: only dense.
+        plan: the caches are measured under dense attention and under this plan, without its cross-over; if None, only
+            under dense attention.
         label: the model's name in the records.
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
         text: text for windows and filler; the "reference" domain of `texts` if None.

@@ -32,7 +32,7 @@ class Pass(NamedTuple):
 
 
 def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
-    """Run a text under a policy; return hidden states and counts of keys."""
+    """Run a text under a policy; return its hidden states and the counts of keys read and visible."""
     runner = Runner(model, policy, len(window))
     hidden = np.concatenate([np.asarray(chunk.hidden)[: chunk.count] for chunk in runner.fill(window)])
     counts = np.stack([[np.asarray(reads[i], float)[:, 0] for reads in runner.pending] for i in (0, 1)])

@@ -24,7 +24,7 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens reserved for a question and its answer: a document of a given length leaves this many of its tokens free.
+"""Number of tokens, out of a document's length, that the document leaves free for a question and its answer.
 
 Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. This is the start of a query tile if the
 size of a query tile divides ROOM.

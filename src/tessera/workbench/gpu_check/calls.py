@@ -1,4 +1,4 @@
-"""The GPU script's attention calls, their random inputs, and kernels compiled to run on them."""
+"""Define the GPU script's attention calls, draw their random inputs, and choose and jit kernels for them."""
 
 import contextlib
 import os
@@ -76,12 +76,12 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of q and out once, and of K and V twice: in the cache's layout and in that of other libraries."""
+        """Bytes of the call's arrays: q, out, and K and V twice (in the cache's layout and in other libraries')."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
     def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
-        """Draw random masses [B,K,I,J]: I query tiles, J key tiles."""
+        """Draw a random mass for every sequence, KV head, query tile and key tile."""
         size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
         return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
 

@@ -82,7 +82,7 @@ class Case(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """Append records of layouts, cases and gradients; if `session.first`, of layouts and FIRST cases per kernel."""
+    """Append records of layouts, cases and gradients; if `session.first`, only layouts and FIRST cases per kernel."""
     kernels = list(calls.kernels_here(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
@@ -218,6 +218,6 @@ def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
         limit = GRADIENTS * max(1.0, np.abs(truth).max())
         over[name] = float(np.abs(np.asarray(mine.astype(jnp.float32)) - truth).max() / limit)
     if not max(over.values()) <= 1:
-        raise ValueError(f"wrong: {over} times the tolerance (seed {seed})")
+        raise ValueError(f"wrong: the errors are {over} times the tolerance (seed {seed})")
     how = How(check="gradients in float64, row by row, fresh random numbers")
     return {"samples": [max(over.values())], "unit": "of allowed", "how": how, "facts": {"seed": seed, "over": over}}
