@@ -85,7 +85,7 @@ def what_it_says(document: str, subject: str) -> tuple[str, int]:
 def passkey_accuracy(
     models: Mapping[str, Model], lengths: Sequence[int], num_tasks: int, progress: Progress
 ) -> dict[str, dict[int, Accuracy]]:
-    """Count the hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
+    """Count the hidden five-digit keys that each policy finds exactly, per prompt length, on the same tasks."""
     found = {name: {} for name in models}
     for length in lengths:
         tasks = passkey_tasks(num_tasks, length)

@@ -149,7 +149,7 @@ class Ledger:
         return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
-        """Return another contender's outcomes (1 or 0 per document and question); None if it was not asked."""
+        """Return the named contender's outcomes, 1 or 0 per document and question; None if there is no record of it."""
         record = self.done.get(("eval real task", name, f"{question}: {title}"))
         return None if record is None else record.facts["found"][:documents]
 
