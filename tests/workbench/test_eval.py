@@ -346,7 +346,7 @@ def test_a_suite_records_every_side_and_resumes(model, tmp_path, monkeypatch, on
 
 
 def test_a_context_that_is_too_short_is_refused(model):
-    with pytest.raises(ValueError, match="context of 512 tokens is shorter than 4096"):
+    with pytest.raises(ValueError, match="context of 512 tokens is too short: 4096 are needed"):
         evaluation.run(model, model_plan(model), suite="demo")
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         evaluation.run(model, model_plan(model), suite="nosuch")

@@ -169,7 +169,7 @@ def test_an_item_that_the_same_run_mends_did_not_fail(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(program, "supervise", records)
     assert program.main(["--dry", "--out", str(run.out)]) == 1
-    assert "1 failed; records are in" in capsys.readouterr().out
+    assert "items that failed: 1; records are in" in capsys.readouterr().out
 
 
 def test_cudnn_is_not_installed_where_jax_does_not_find_it(monkeypatch):
@@ -292,7 +292,7 @@ def test_a_call_that_does_not_fit_is_left_out_and_says_its_bytes(tmp_path, monke
     timing.time_setting(run, clock.Clock(run), large)
     found = evidence.read(run.out)
     assert found
-    assert all(record.error.endswith("take 137.4 GB, allowed are 90.0 GB") for record in found)
+    assert all(record.error.endswith("take 137.4 GB, more than the limit of 90.0 GB") for record in found)
 
 
 def test_every_call_fits_an_h200():

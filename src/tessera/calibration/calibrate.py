@@ -69,9 +69,10 @@ def calibrate(
             kill or a plan that could not be saved. Delete it once the plan is saved.
 
     Returns:
-        the plan. With a target, its promise holds the measured losses, and its metrics the damage per head and the
-        budgets tried. Without a target, its metrics hold similarity, importance, recall and density per layer, and
-        dense and sparse perplexity on held-out windows. A measured cross-over adds its times.
+        the plan. With a target, its promise holds the measured losses, and its metrics hold the loss that ablating each
+        head causes and the budgets tried. Without a target, its metrics hold similarity, importance, recall and density
+        per layer, and dense and sparse perplexity on held-out windows. If the cross-over is measured, the metrics also
+        hold its times.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the text or the weights are unusable; the message says why.
@@ -150,7 +151,7 @@ def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int 
 
 
 def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
-    """Return everything that determines what a search measures; a notebook with another subject starts over."""
+    """Return everything that determines what a search measures, so that a search resumes only from its own notes."""
     return {
         "model": fingerprint(model.params, model.config),
         "corpus": [corpus.sha256, corpus.num_tokens],

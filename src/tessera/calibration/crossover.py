@@ -21,7 +21,7 @@ CROSSOVER_BUDGET_S = 240.0
 Two slow cores reach 4,096 tokens with a model of 135 M parameters."""
 
 GROWTH = 3
-"""Expected factor of a prefill's time when its length doubles: between 2 for matrix products and 4 for attention."""
+"""Assumed growth of a prefill's time when its length doubles: between 2 (matrix products) and 4 (attention)."""
 
 REPEATS = 3
 """Timed runs per policy and length."""
@@ -74,7 +74,10 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 
 
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
-    """Time a prefill of `length` tokens under each policy: median ms of interleaved runs, excluding compilation."""
+    """Return the median milliseconds of a prefill of `length` tokens per policy, over interleaved runs.
+
+    Compilation is not included.
+    """
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
     sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]

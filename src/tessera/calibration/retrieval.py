@@ -24,7 +24,7 @@ class Probe:
     """One window with planted facts and, at its end, their repetition.
 
     Attributes:
-        tokens: [W] token ids.
+        tokens: token ids of the window.
         answers: (first, end) positions of each repeated answer's tokens; the row before a token predicts it.
         text_end: end of the text and its planted sentences; the repetitions start here.
     """

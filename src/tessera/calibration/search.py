@@ -155,7 +155,7 @@ def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bo
 
 @dataclass(frozen=True)
 class Localised:
-    """Factory of a policy from a mask [L,K] of heads that read only the always-read keys."""
+    """Function that makes a policy from a mask, [L,K]: whether each head reads only the always-read keys."""
 
     tiling: Tiling
 
@@ -165,7 +165,7 @@ class Localised:
 
 @dataclass(frozen=True)
 class WithBudgets:
-    """Factory of a policy from budgets [L,K]."""
+    """Function that makes a policy from the heads' budgets, [L,K]."""
 
     tiling: Tiling
 
@@ -186,11 +186,11 @@ class Judge:
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
     def noted(self, notebook: Notebook, name: str, policy: PolicyOf, array: Any = None) -> Kept:
-        """Return the notebook's result under this name; if there is none, compare as below and store the result."""
+        """Return the notebook's result under this name; if there is none, call the judge and store what it returns."""
         return Kept(**notebook.keep(name, lambda: asdict(self(policy, array))))
 
     def __call__(self, policy: PolicyOf, array: Any = None) -> Kept:
-        """Compare a policy, or policy(array) if `policy` is a function, with dense on all windows."""
+        """Compare a policy with dense on all windows; if `policy` is a function, the policy is policy(array)."""
         text, answers, found, found_dense = [], [], 0, 0
         read, visible, count_reads = 0.0, 0.0, make_policy(policy, array).reads
         for probe, dense in zip(self.each("plan", self.probes), self.dense):
@@ -223,7 +223,7 @@ class Judge:
 def measure_damage(
     model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable, notebook: Notebook = NO_NOTEBOOK
 ) -> np.ndarray:
-    """Measure D[L,K]: KL on text plus the weighted loss on answers when one head reads only the always-read keys."""
+    """Measure the damage D[L,K] of every head: the loss while this head alone reads only the always-read keys."""
     judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
     damage, local = np.zeros(shape), Localised(tiling)
     for layer, head in each("ablation", list(np.ndindex(*shape))):
@@ -235,7 +235,7 @@ def measure_damage(
 
 
 def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable) -> np.ndarray:
-    """Measure m[L,K,F]: share of dense probability outside the best tiles, for each budget of GRID."""
+    """Measure the missed mass m[L,K,F]: dense's probability outside the best tiles, per head and budget of GRID."""
     missing = total = 0.0
     for probe in each("missed mass", probes):
         start = 0
@@ -248,9 +248,10 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
 
 
 def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
-    """Choose budgets [L,K] from GRID, of mean at most `mean`, that minimise the modelled loss D (m[f] / m[0])^2.
+    """Choose a budget from GRID for every head, [L,K], such that their mean is at most `mean` and the loss is minimal.
 
-    The modelled losses of the heads add up, so each head minimises loss + price * f. Bisection finds the price.
+    The modelled losses D (m[f] / m[0])^2 of the heads add up, so each head minimises its loss + price * f, where f is
+    its budget. Bisection finds the price.
     """
     grid = np.asarray(GRID)
     share = missed_LKF / np.maximum(missed_LKF[..., :1], 1e-12)

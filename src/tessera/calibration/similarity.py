@@ -50,11 +50,11 @@ class Notes:
     """Results of the similarity pass.
 
     Attributes:
-        heads: [L,L,K'] heads[a, b, k] is the KV head of layer a whose choice head k of layer b would use; K' is 1 if
-            the heads are pooled.
-        similarity: [L,L] similarity(a, b) of two layers: minimum over a window's query tiles, mean over windows and
-            heads.
-        importance: [L] mean of 1 - cosine between the residual stream before and after the attention block.
+        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose choice head k of layer b would
+            use. The last axis has length 1 if the heads are pooled.
+        similarity: [layers, layers]. similarity[a, b] is layer b's probability on the keys that layer a chooses,
+            relative to b's own choice: the minimum over a window's query tiles, then the mean over windows and heads.
+        importance: [layers]. Mean of 1 - cosine between the residual stream before and after the attention block.
     """
 
     heads: np.ndarray
@@ -63,7 +63,7 @@ class Notes:
 
     @property
     def score(self) -> np.ndarray:
-        """[L,L] score(a, b) = importance(b) x similarity(a, b)."""
+        """Score of each pair of layers, [L,L]: score(a, b) = importance(b) x similarity(a, b)."""
         return self.importance * self.similarity
 
     def metrics(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def record_similarity(
         raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
     if not minima:
         raise ValueError(
-            f"no text is long enough: one must have more than {NUM_KEYS} keys besides those that are always read"
+            f"the texts are too short: a window needs more than {NUM_KEYS} keys besides those that are always read"
         )
     similarity = np.mean(minima, axis=0)
     own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
@@ -137,7 +137,10 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 
 
 def attention_mass(notes: Sequence[RecallState]) -> np.ndarray:
-    """Return attention mass [2,L,K], summed over a recorder's chunks: on the keys that the policy reads, and on all."""
+    """Return the attention mass of each layer and KV head, [2,L,K]: on the keys that the policy reads, and on all.
+
+    The masses are summed over a recorder's chunks.
+    """
     return np.sum([(own.held, own.total) for own in notes], axis=0, dtype=np.float64)
 
 

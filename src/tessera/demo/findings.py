@@ -28,7 +28,7 @@ Progress = Callable[[str], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One question with each policy's answer; a regular expression, not a model, reads `expected` from the document."""
+    """One question with each policy's answer. A regular expression, not a model, finds `expected` in the document."""
 
     question: str
     expected: str
@@ -71,7 +71,7 @@ def make_prompt(document: str, subject: str) -> str:
 
 
 def what_it_says(document: str, subject: str) -> tuple[str, int]:
-    """Return (the document's answer in the wording that the model is trained on, its position in characters)."""
+    """Return the document's answer, in the wording that the model is trained on, and its position in characters."""
     if subject.startswith("the "):
         pattern = rf"The {re.escape(subject[4:])} is [^\s.]+\."
     else:
@@ -85,7 +85,7 @@ def what_it_says(document: str, subject: str) -> tuple[str, int]:
 def passkey_accuracy(
     models: Mapping[str, Model], lengths: Sequence[int], num_tasks: int, progress: Progress
 ) -> dict[str, dict[int, Accuracy]]:
-    """Count the hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
+    """Count the hidden five-digit keys that each policy finds exactly, per prompt length, on the same tasks."""
     found = {name: {} for name in models}
     for length in lengths:
         tasks = passkey_tasks(num_tasks, length)
@@ -98,7 +98,10 @@ def passkey_accuracy(
 def first_token_times(
     models: Mapping[str, Model], lengths: Sequence[int], repeats: int, progress: Progress
 ) -> dict[int, dict[str, list[float]]]:
-    """Time the first token on held-out library text, in seconds: fresh text per sample, policies taking turns."""
+    """Return the seconds to the first token of held-out library text, by prompt length and policy.
+
+    Every sample has fresh text, and the policies take turns.
+    """
     text = library_corpus().held_out
     rng = np.random.default_rng(21)
     out = {}
@@ -120,13 +123,16 @@ class LayerTimes(NamedTuple):
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Return sums of medians over a model's layers: all layers dense, and each layer of its kind in `layers`."""
+        """Return the medians summed over a model's layers: as if all were dense, and with the kinds in `layers`."""
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """Return each layer's kind: its role and, if "own" or "sparse", its budgets. Layers of one kind take equal time."""
+    """Return each layer's kind: its role, and the budgets of its heads if the role is "own" or "sparse".
+
+    Layers of one kind take equal time.
+    """
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
@@ -194,8 +200,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
-    """Return counts [query tiles, key tiles] of the KV heads that list a key tile; -1 where the key tile is in the
-    query tile's future."""
+    """Return how many KV heads list a key tile, [query tiles, key tiles]; -1 where it is in the query tile's future."""
     tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # without the last chunk's padding
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):
@@ -206,7 +211,7 @@ def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _Tracing(Kascade):
-    """Kascade that also returns what its layers chose; needs unrolled layers."""
+    """Kascade that also returns the tiles that its layers chose; needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
         """Return whether a layer ranks tiles: its role is "score", or "own" with a head budget between 0 and 1."""

@@ -1,4 +1,4 @@
-"""The demo's pictures, each an SVG string: dark text, axes with units, the same two colours throughout."""
+"""Draw the demo's pictures as SVG strings, with dark text, units on the axes, and the same two colours throughout."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,11 @@ _STYLE = STYLE | {"font.size": 11, "xtick.color": INK, "ytick.color": INK}
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """One layer's choice. `heads_BY` [query tiles, key tiles] counts the KV heads that list a key tile for a query
-    tile; -1 if it is not visible."""
+    """One layer's choice of tiles.
+
+    `heads_BY` [query tiles, key tiles] counts the KV heads that list a key tile for a query tile. It is -1 where the
+    key tile is not visible.
+    """
 
     layer: int
     heads_BY: np.ndarray

@@ -24,7 +24,7 @@ from tessera.workbench.quality import without_choice
 
 HERE = Path(__file__).parent
 CHUNK = 256
-"""Rows per prefill call. A question computes one chunk; a chunk of 1,024 rows would cost four times as much."""
+"""Rows per prefill call. A question takes one call, which would cost four times as much with 1,024 rows."""
 SIDES = ("dense", "kascade", "control")
 WORDS = MappingProxyType({"dense": "dense", "kascade": "Kascade", "control": "control"})
 
@@ -158,7 +158,7 @@ class Reader:
         self.held = Held(0, ())
 
     def hold(self, tokens: Sequence[int]) -> None:
-        """Prefill the whole chunks of a prefix that all later prompts share."""
+        """Prefill a prefix that all later prompts share, except its last, incomplete chunk."""
         self.held = self.engine.hold(tokens)
 
     def answer(

@@ -197,7 +197,7 @@ def page_data(found: Findings, model: Model) -> dict[str, Any]:
         "figures": rows(found),
         "picture": {
             "svg": pictures.densities(found.sides["kascade"].answers[0].layer_density, model.policy.roles()),
-            "caption": "Counted from the tile lists that the kernels were given, for the first question: prompt and "
+            "caption": "The keys in the tile lists that the kernels were given, for the first question's prompt and "
             "answer.",
         },
         "next": NEXT,

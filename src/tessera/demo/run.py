@@ -1,4 +1,4 @@
-"""Run the demo: a table on the terminal, a JSON record and an HTML page under build/demo."""
+"""Run the demo: print tables, and write a JSON record and an HTML page to build/demo."""
 
 import json
 import os
@@ -165,7 +165,7 @@ def make_folder(out: Path) -> None:
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
-    """Store a run's records under `folder`, and copy the embedded model's plot over prompt lengths to `picture`."""
+    """Store a run's records under `folder`, and copy the embedded model's plot of times to `picture`."""
     body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
     found = [evidence.decode(json.dumps(record)) for record in body["records"]]
     evidence.append(Path(folder) / f"demo-{hardware.device_slug()}.jsonl", found)
@@ -199,7 +199,7 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     first_token = findings.first_token_times(pair, settings.first_token_lengths, settings.repeats, stages)
     kascade = models["kascade"]
     attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, stages)
-    stages("looking at what was read")
+    stages("counting the keys that each layer read")
     prompt = findings.make_prompt(document, settings.subjects[0])
     reads = findings.read_map(kascade, kascade.tokenizer.encode(prompt))
     stages("done")
@@ -290,7 +290,7 @@ def notes(found: Findings) -> list[str]:
             f"{reading_report.CONTROL}"
         )
     if total["dense"] and total["control"] >= total["kascade"]:
-        lines.append("The control finds as many as Kascade: here pass keys do NOT show that the choice matters.")
+        lines.append("The control finds as many as Kascade: pass keys do NOT show here that the choice matters.")
     if found.crossover_tokens > found.answers[0].dense.prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
@@ -394,7 +394,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
-                "a point is dense's time divided by Kascade's. Left: other held-out text in every run. Right: one "
+                "a point is dense's time divided by Kascade's. Left: every run has other held-out text. Right: one "
                 "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
                 "plan's layers is shown, and includes choosing tiles.",
             },
@@ -432,7 +432,7 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
     return [
         {
             "svg": pictures.densities(found.reads.densities, model.policy.roles()),
-            "caption": "Counted from the tile lists that the kernels were given, for the first question's prompt.",
+            "caption": "The keys in the tile lists that the kernels were given, for the first question's prompt.",
         },
         {
             "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),

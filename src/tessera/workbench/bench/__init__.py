@@ -1,4 +1,4 @@
-"""Run benchmarks: two sides, run in turns on fresh inputs, with checked outputs and a record per side.
+"""Run benchmarks and append a record per contender. Contenders take turns on fresh inputs; their outputs are checked.
 
     tessera bench --suite cpu                      run all cases, append to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      run one case
@@ -6,8 +6,9 @@
     tessera bench --suite cpu --gate               store nothing; exit code 1 if a case failed or got worse beyond noise
     tessera bench --compare OLD NEW                compare two files of stored records; exit codes as for --gate
 
-On a slow machine a case runs fewer rounds (at least three; one for the longest prompts), so that the suite takes about
-15 minutes at most. A case selected with --only runs every round. A figure from fewer than five rounds has no interval.
+On a slow machine a case runs fewer rounds (at least three, or one for the longest prompts), so that the suite takes
+about 15 minutes at most. A case selected with --only runs every round. A figure from fewer than five rounds has no
+confidence interval.
 
 A failed case becomes a record with its error, and the exit code is 1. Exit code 3 of a comparison means undecided: no
 figure certainly got worse, but a figure was too noisy to judge or was not measured again.
@@ -69,7 +70,7 @@ SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality
 
 
 class Suite(NamedTuple):
-    """Sizes, and the cases that run by default."""
+    """Sizes of the cases, and the names of the cases that the suite runs by default."""
 
     sizes: Sizes
     cases: tuple[str, ...]

@@ -2,8 +2,9 @@
 
     predicted gain = 1 / ((1 - p) + p / s)
 
-p is attention's share of the dense prefill's time, s the speed-up of attention alone. Neither uses the measured
-end-to-end gain, so prediction and measurement can differ: a smaller measured gain means time lost outside attention.
+Here, p is attention's share of the dense prefill's time, and s is the speed-up of attention alone. Neither uses the
+measured end-to-end gain, so prediction and measurement can differ: a smaller measured gain means time lost outside
+attention.
 """
 
 import time
@@ -31,7 +32,7 @@ from tessera.workbench.bench.stand import draw, fresh_seed
 def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
-    """Run a chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and counts of keys read."""
+    """Run a chunk's attention in every layer of the cache; return the outputs' sum and the counts of keys read."""
     pairs = [KeyValues(k, v) for k, v in zip(cache.k, cache.v)]
     state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
     for layer, kv in enumerate(pairs):
@@ -41,7 +42,7 @@ def attend_layers(
 
 
 class AttentionAlone:
-    """Attention calls of one prompt's prefill, in the session's chunks, on random keys and values.
+    """The attention calls that prefill one prompt in the session's chunks, on random keys and values.
 
     Args:
         session: an empty session of batch 1 with the policy to time. A copy of its cache is filled with random numbers.
@@ -62,7 +63,7 @@ class AttentionAlone:
         """Return the seconds that all calls take on fresh queries; check the outputs of the prompt's last row.
 
         Raises:
-            ValueError: an output is not finite, or dense attention's outputs differ from float64.
+            ValueError: an output is not finite, or dense attention's outputs differ from those in float64.
         """
         rows = self.chunks[-1][0] + self.chunks[-1][1]
         q = draw([fresh_seed(number), 2], (1, rows, self.config.num_heads, self.config.head_dim))
@@ -112,7 +113,7 @@ def amdahl_gain(share: float, gain: float) -> float:
 
 
 def predict(dense: Sequence[float], attention: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Compute the gain that Amdahl's law predicts and its inputs, from medians over rounds, as facts of a record.
+    """Return the gain that Amdahl's law predicts, and the law's inputs: medians over rounds, as facts of a record.
 
     Args:
         dense: seconds of the whole prefill under dense attention.

@@ -1,6 +1,7 @@
 """Count the pass keys that the shipped model finds under dense, Kascade and a control.
 
-The control is Kascade's plan without its choice of keys: its sparse heads read only own tiles, local tiles and sinks.
+The control is Kascade's plan without its choice of keys: its sparse heads read only the tiles that Kascade always
+reads, which are the query tile's own, the local ones before it and the sinks (the first ones).
 """
 
 from collections.abc import Iterator

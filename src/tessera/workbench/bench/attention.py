@@ -18,15 +18,15 @@ from tessera.workbench.evidence import How, Record, What
 HEAD_DIM = 128
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest allowed error by dtype, relative to the largest value in the checked rows. Rounding alone stays below."""
+"""Largest allowed error by dtype, relative to the largest value in the checked rows. Rounding errors are smaller."""
 
 
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
     """Time causal self-attention, 8 heads of 128, against PyTorch and every other peer that runs on this device.
 
-    Yields two records per peer, the peer's and ours, from the same rounds. The pair with PyTorch has the case's
-    name as workload; other workloads add the peer's name. Without PyTorch our record still appears under the case's
-    name. Its facts list each skipped peer and the reason.
+    Yields two records per peer, the peer's and ours, from the same rounds. Their workload is the case's name and the
+    peer's, or only the case's name for PyTorch. Without PyTorch, our record appears alone under the case's name. That
+    record's facts list each skipped peer and the reason.
     """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
@@ -69,10 +69,7 @@ def _dense_records(
     compile_s: Mapping[str, float],
     skipped: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield the peer's record and ours for every peer.
-
-    The pair with PyTorch comes first and has the case's name as workload; without PyTorch, our record alone has it.
-    """
+    """Yield the peer's record and ours for every peer, PyTorch first; without PyTorch, ours alone comes first."""
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
@@ -100,7 +97,9 @@ def _dense_records(
 
 
 def sparse_prefill(stand: Stand) -> Iterator[Record]:
-    """Time our sparse call (10 % of the tiles) and our score call (dense that also returns the mass) against our dense.
+    """Time our sparse call and our score call against our dense call.
+
+    The sparse call reads 10 % of the tiles. The score call is dense and also returns each key tile's probability mass.
 
     The calls have 8 query and 2 KV heads of 128, tile 128 and query tile 32.
     """
@@ -170,7 +169,7 @@ def _sparse_records(
     select_s: float,
     compile_s: Mapping[str, float],
 ) -> Iterator[Record]:
-    """Yield three records: dense, then score and sparse, each of which is compared with dense and has a target."""
+    """Yield three records: dense, score and sparse. The last two are compared with dense and have targets."""
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
@@ -239,9 +238,9 @@ def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) 
 
 
 def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
-    """Compute softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the keys that each row sees: [N, rows, H].
+    """Return causal softmax(q k^T / sqrt(H)) v in float64, [N, rows, H], for a few rows of q [1,T,N,H].
 
-    With `selected`, only keys in the row's selected tiles count.
+    With `selected`, a row attends only to keys in its selected tiles.
     """
     q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]

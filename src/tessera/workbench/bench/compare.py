@@ -1,8 +1,10 @@
 """Compare two sets of records: which figures got better, which got worse, and which are too noisy to judge.
 
 A comparison's result is a factor: how many times better the second set's figure is. A figure that was measured in turns
-with a peer is compared by its ratio to the peer, so that a slow day of the machine cancels; any other by its median.
-The factor's interval is a bootstrap over the raw samples of both sets, which redraws both sides of a round together.
+with a peer is compared by its ratio to the peer, so that a slow day of the machine cancels out. Any other figure is
+compared by its median. The factor's interval is a bootstrap over the raw samples of both sets. It redraws rounds, so
+the samples of a figure and its peer from one round stay together.
+
 The figure regressed if the interval lies below 1 - MARGIN, and it is as good as before if the interval lies above
 1 - WANTED. A figure in between, or with few samples, cannot be judged, and the report says so. Figures of different
 suites or sizes are never compared; figures that the second set lacks are listed.
@@ -29,7 +31,8 @@ ANSWERED: Final = ("tune", "block sizes")
 there."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
-"""Operations whose results repeat exactly, since only a compiler decides them. Predictions, not listed, do so, too."""
+"""Operations whose results repeat exactly, since only a compiler decides them. Predictions repeat too; `is_prediction`
+recognises them."""
 
 
 class Figure(NamedTuple):
@@ -164,8 +167,8 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
     """Return the figure and its bootstrap draws, or None for the draws if there are too few samples.
 
-    The figure is the record's median or, with a peer, the peer's median / the record's. A share of right trials is a
-    single sample, so its trials are redrawn. A compiler's result is equal in every draw.
+    The figure is the record's median or, with a peer, the peer's median / the record's. A share of right answers is
+    stored as one sample, so the answers are redrawn. A compiler's result is equal in every draw.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)
@@ -188,7 +191,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
 
     console = Console()
     console.width = max(console.width, 110)
-    table = Table(title="second set against first, above 1 is better", title_justify="left")
+    table = Table(title="change from the first set to the second; above 1 is better", title_justify="left")
     for name in ("figure", "dtype", "before", "after", "change", "95 % interval", ""):
         table.add_column(name, justify="left" if name in ("figure", "dtype", "") else "right", no_wrap=name != "figure")
     for c in sorted(found, key=lambda c: c.factor):

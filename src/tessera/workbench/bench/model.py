@@ -160,10 +160,10 @@ def time_lengths(
     length: int,
     interleave: Callable[..., dict[str, list[float]]],
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
-    """Time prefills of `length` random tokens, policies in turns.
+    """Time prefills of `length` random tokens; the policies take turns.
 
     Returns:
-        By policy name: the seconds per round, and the share of visible keys that each layer read.
+        Two dicts by policy name: the seconds per round, and the share of visible keys that each layer read.
     """
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
@@ -217,7 +217,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
     pairs = [(tokens["ours", n], tokens["peer", n]) for n in range(len(rounds["ours"]))]
     equal = float(np.mean([a == b for one, other in pairs for a, b in zip(one, other)]))
     if any(one[0] != other[0] for one, other in pairs):
-        raise ValueError(f"first tokens must equal the peer's on every timed call; share of equal tokens {equal:.3f}")
+        raise ValueError(f"a first token differs from the peer's on a timed call; {equal:.1%} of all tokens are equal")
     yield from _peer_records(stand, taken, equal)
 
 
@@ -257,7 +257,10 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 
 
 def prefill_memory(stand: Stand) -> Iterator[Record]:
-    """Measure prefill's peak memory at several lengths, a fresh process each, minus the peak of a 64-token prompt."""
+    """Measure the peak memory of prefill at several lengths, each in a fresh process.
+
+    The figure is the peak minus that of a 64-token prompt.
+    """
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
     weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]

@@ -1,7 +1,7 @@
-"""Dense causal attention of other libraries (peers), compiled for given arrays, or the reason why a peer is skipped.
+"""Compile other libraries' dense causal attention (the peers) for given arrays, and say why a peer is skipped.
 
-PyTorch runs in a separate process, every other peer in this one. To add a peer, write a function of q, k and v and a
-function that returns the reason to skip it, and list both in PEERS.
+PyTorch runs in a separate process, every other peer in this one. To add a peer, write its attention as a function of q,
+k and v and a function that returns the reason to skip it, and list both in PEERS.
 """
 
 import math
@@ -32,12 +32,15 @@ SPLASH_BLOCK: Final = 512
 
 
 def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Float[Array, "B T N H"]:
-    """Run JAX's own attention, which holds all scores at once."""
+    """Run JAX's own attention, which keeps all scores in memory at once."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
 def too_large(platform: str, shapes: Shapes) -> str:
-    """Reason to skip JAX's own attention, or empty. Its program holds two float32 arrays [B,N,T,T], 8 B N T^2 bytes."""
+    """Reason to skip JAX's own attention, or empty.
+
+    The compiled program holds two float32 scores for every head and every pair of tokens.
+    """
     heads, length = shapes.num_heads, shapes.num_queries
     held = 8 * shapes.batch * heads * length**2
     said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
@@ -125,7 +128,7 @@ PEERS = MappingProxyType(
         "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
     }
 )
-"""Peers that run in this process, by name. The workload of a peer's records ends with its name."""
+"""Peers that run in this process, by name. The workload of a peer's records ends with the peer's name."""
 
 
 class Ready(NamedTuple):

@@ -1,7 +1,7 @@
-"""SmolLM2's GGUF file on a CPU: ours, dense and under its plan, against llama.cpp and transformers.
+"""Time SmolLM2's GGUF file on a CPU: Tessera, dense and under the model's plan, against llama.cpp and transformers.
 
-All sides continue the same random tokens on as many threads as this machine has cores, in turns. llama.cpp reads the
-file itself; transformers reads its weights, converted to float32. Targets are ratios to llama.cpp.
+All sides take turns to continue the same random tokens, on as many threads as this machine has cores. llama.cpp reads
+the file itself; transformers reads its weights, converted to float32. Targets are ratios to llama.cpp.
 """
 
 import statistics
@@ -33,10 +33,10 @@ START_TOKENS = 32
 PREFILL_TARGETS = {("dense", LONGEST): 2.0, ("kascade", LONGEST): 3.0}
 DECODE_TARGETS = {1024: 0.7, LONGEST: 1.0}
 START_TARGET = 0.5
-"""Goal for llama.cpp's start-up time / ours; the dicts above hold such goals for prefill and decode, by length."""
+"""Target for llama.cpp's start-up time / ours. The dicts above hold such targets for prefill and decode, by length."""
 OURS: Mapping[str, Mapping[str, str | None]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
                                                 "int8": {"weights": "int8"}}  # fmt: skip
-"""Forms of our weights that take part, and what `load` takes for each."""
+"""Number formats of our weights that take part, and the arguments that `load` takes for each."""
 
 
 def lengths(stand: Stand, *, length: int) -> Iterator[Record]:

@@ -26,8 +26,8 @@ REST_S = 0.2
 """Seconds to pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
 
 CREDIBLE = 0.8
-"""Fraction of the roofline's time. A shorter sample is rejected. The fraction is less than 1, since the peak rates are
-measured and may be a few percent off."""
+"""Shortest credible sample, as a fraction of the roofline's time. It is less than 1, since the peak rates are measured
+and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
 """Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""
@@ -49,9 +49,9 @@ class Sizes:
         config: the model's configuration; its weights are random.
         rounds: samples per side if time allows.
         least_rounds: minimum samples per side. The longest prompts need only one, since a round may take two minutes.
-        suite_s: seconds after which only `least_rounds` run; on a slow machine, they take three minutes more.
-        passkey_tokens: prompt lengths of the shipped model's pass keys.
-        passkeys: tasks per length.
+        suite_s: seconds after which only `least_rounds` run. On a slow machine, those rounds take three minutes more.
+        passkey_tokens: prompt lengths of the shipped model's pass-key tasks.
+        passkeys: pass-key tasks per length.
     """
 
     attention_tokens: int = 8192
@@ -163,13 +163,12 @@ class Stand:
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """Call `measure.interleave` with the rounds that fit in time, at least `least` (default: least_rounds)."""
+        """Call `measure.interleave` with as many rounds as fit in time, but at least `least` (None: least_rounds)."""
         least = self.sizes.least_rounds if least is None else least
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
-        """Build one side's record. If a sample is shorter than the roofline allows, the record holds an error: work was
-        skipped."""
+        """Build one side's record, with an error if a sample is shorter than the roofline allows (work was skipped)."""
         made = evidence.make(what, samples, how=how, command=self.command(), **fields)
         if made.unit == "s" and made.flops and what.dtype:
             floor_s = self._floor_s(what.dtype, made.flops, made.bytes or 0.0)
@@ -198,7 +197,10 @@ class Stand:
 
 
 def versus(against: str, baseline: Sequence[float], ours: Sequence[float], target: float | None) -> Comparison:
-    """Compare medians: baseline / ours, its interval (from INTERVAL_ROUNDS samples up), whether it meets the target."""
+    """Compare medians: the ratio baseline / ours, its interval, and whether the ratio meets the target.
+
+    With fewer than INTERVAL_ROUNDS samples, there is no interval.
+    """
     found = measure.ratio(baseline, ours)
     return Comparison(
         against=against,
@@ -226,7 +228,7 @@ def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tupl
 
 
 def fresh_seed(number: int) -> int:
-    """Seed of one round, positive although warm-up rounds have negative numbers."""
+    """Return a round's seed, which is positive although warm-up rounds have negative numbers."""
     return number + 1000
 
 
@@ -238,9 +240,9 @@ def causal_pairs(length: int) -> float:
 def model_work(config: ModelConfig, length: int, *, past: int = 0, density: float = 1.0) -> Mapping[str, float]:
     """FLOPs and minimum bytes of one forward call of `length` new tokens after `past` cached ones.
 
-    Counts 2 FLOPs per weight and token, and 4 H per layer, query head and visible pair. The output head runs on the
-    last token only. The bytes are the float32 weights and the cache, each read once. `density` is the share of visible
-    keys read.
+    Counts 2 FLOPs per weight and token, and 4 x head dim per layer, query head and visible (query, key) pair. The
+    output head runs on the last token only. The bytes are the float32 weights and the cache, each read once. `density`
+    is the share of visible keys read.
     """
     c = config
     per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size

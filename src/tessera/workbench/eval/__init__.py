@@ -149,7 +149,7 @@ def kascade(model: Model, plan: Plan, title: str) -> Contender:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """Return the settings of a plan that a record holds."""
+    """Return a plan's settings, for the records of its contender."""
     names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
     lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
     return {name: getattr(plan, name) for name in names} | lists
@@ -315,7 +315,8 @@ def run(
     sizes = SUITES[suite]
     longest = max(*sizes.lengths, sizes.window_tokens)
     if model.config.max_positions < longest:
-        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
+        context = model.config.max_positions
+        raise ValueError(f"the model's context of {context} tokens is too short: {longest} are needed")
     out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
     windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()

@@ -59,14 +59,14 @@ class Coarse(Dense):
 
 
 def coarse(x: Array) -> Array:
-    """Round x [..., H] to multiples of max |x| / 7, the maximum over H: 15 levels."""
+    """Round x to 15 levels: multiples of max |x| / 7, with the maximum over the last axis."""
     step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LEVELS
     return jnp.where(step > 0, jnp.round(x / jnp.where(step > 0, step, 1)) * step, x).astype(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A model under one policy and cache, with the words that its records and the table use."""
+    """A model under one policy and cache, and the names of the policy and the cache in its records' titles."""
 
     name: str
     attention: str
@@ -106,7 +106,8 @@ def run(
 
     Args:
         model: needs a tokenizer and a context of `sizes.length`.
-        plan: policy under which the caches are measured, as well as dense; its cross-over is ignored. None: only dense.
+        plan: the caches are measured under dense attention and under this plan, without its cross-over; if None, only
+            under dense attention.
         label: the model's name in the records.
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
         text: text for windows and filler; the "reference" domain of `texts` if None.
@@ -121,7 +122,8 @@ def run(
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
     if model.config.max_positions < sizes.length:
-        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {sizes.length}")
+        context = model.config.max_positions
+        raise ValueError(f"the model's context of {context} tokens is too short: {sizes.length} are needed")
     out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     body = texts.reference() if text is None else text
     ids = np.asarray(model.tokenizer.encode(body[: 40 * sizes.windows * sizes.length]), np.int32)
@@ -143,7 +145,7 @@ def run(
 def on_text(
     contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[np.ndarray], label: str, command: str
 ) -> Record:
-    """Record KL(dense, float cache || contender) per token, a mean per window."""
+    """Record the KL divergence from dense attention on a float cache, per token, as a mean per window."""
     found = fidelity(contender.model, contender.model.policy, windows, reference)
     how = How(iterations=len(found.kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
     facts = {"agreement": found.agreement, "tokens": found.num_tokens}

@@ -32,7 +32,7 @@ class Pass(NamedTuple):
 
 
 def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
-    """Run a text under a policy; return hidden states and counts of keys."""
+    """Run a text under a policy; return its hidden states and the counts of keys read and visible."""
     runner = Runner(model, policy, len(window))
     hidden = np.concatenate([np.asarray(chunk.hidden)[: chunk.count] for chunk in runner.fill(window)])
     counts = np.stack([[np.asarray(reads[i], float)[:, 0] for reads in runner.pending] for i in (0, 1)])
@@ -42,9 +42,10 @@ def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
 def closeness(
     model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray, *, other: Model | None = None
 ) -> np.ndarray:
-    """Compute mean KL, dense's loss, the policy's loss and top-1 agreement per block, [blocks, 4], from hidden states.
+    """Return mean KL, dense's loss, the policy's loss and top-1 agreement per block, [blocks, 4].
 
-    The last token is left out, since no token follows it. `other` is the model that made `ours`, if it is not `model`.
+    `dense` and `ours` are the hidden states of `window` under dense and under the policy. `other` is the model that
+    made `ours`, if it is not `model`. The last token is left out, since no token follows it.
     """
     found = compare_rows(model, dense, ours, window, predicting(window), other=other)
     rows = np.array([found.kl, found.loss_dense, found.loss, found.same], float)

@@ -1,8 +1,8 @@
 """Build rivals of a plan: policies that read as many keys at every position, but choose them by another rule.
 
-The comparison shows what the plan's choice of keys adds. `profile` runs one text under the plan and counts the keys
-read per chunk, mean over layers and heads: a rival's budget at that position. A query tile's own tiles, which hold its
-own positions, count toward the budget, and so does the first tile if the rival keeps sinks.
+The comparison shows what the plan's choice of keys adds. `profile` runs one text under the plan and returns the number
+of keys read at each position, as a mean over layers and heads. That number is a rival's budget. A query tile's own
+tiles, which hold its own positions, count toward the budget, and so does the first tile if the rival keeps sinks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from tessera.workbench.eval.trials import Runner
 from tessera.workbench.quality import without_choice
 
 ALWAYS = 2**31 - 2
-"""Rank of own tiles: one below the largest int32, since `keep_largest` adds one to it."""
+"""Rank of a query tile's own tiles: one below the largest int32, since `keep_largest` adds one to a rank."""
 
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 WINDOW = "window + sink"
@@ -53,9 +53,10 @@ Knots = tuple[tuple[int, float], ...]
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
-    """Run a text under a policy; return the number of keys read, mean over each chunk's rows, layers and KV heads.
+    """Run a text under a policy; return the number of keys that it reads at each position, as a budget.
 
-    The points are at the chunks' middles, at position 0 (one key), and at the text's end (extrapolated).
+    The budget has a point in the middle of every chunk, the mean over its rows, layers and KV heads. It also has one at
+    position 0 (one key) and one at the text's end (extrapolated).
     """
     runner = Runner(model, policy, len(tokens))
     starts = [chunk.start for chunk in runner.fill(tokens)]
@@ -70,7 +71,7 @@ def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """Return [L][K]: whether each head reads every key under the plan."""
+    """Return whether each head reads every key under the plan, by layer and KV head."""
     budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
     return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
 
@@ -78,7 +79,7 @@ def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
     """Return the budget of the heads that do not read every key, such that all heads read `keys` on average.
 
-    `whole` says which heads read every key, [L][K].
+    `whole` says which heads read every key, by layer and KV head.
     """
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
@@ -145,7 +146,8 @@ SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
         "min and max": partial(scores_estimate, summary="minmax"),
     }
 )
-"""Rules that score tiles: (q, kv, layer, spec, positions) -> [B,K,I,J], non-negative, higher is better."""
+"""Rules that score tiles: (q, kv, layer, spec, positions) -> a score per sequence, KV head, query tile and tile. Scores
+are non-negative, and higher is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class Matched(Counted):
     Attributes:
         scores: a rule of SCORES.
         keys: the budget. A query tile's own tiles are read even if they exceed it.
-        whole: whether a head reads every key, whatever the budget, [L][K]; empty for none.
+        whole: whether a head reads every key, whatever the budget, by layer and KV head; empty if no head does.
         tile, query_tile: as in Kascade.
         sinks: number of first tiles that are always read.
     """
@@ -202,7 +204,10 @@ class Matched(Counted):
         return out, record_reads(state, layer, read, visible)
 
     def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:
-        """Select tiles per query tile: own tiles, sinks, then the best scores. Whole heads get every visible tile."""
+        """Select each query tile's own tiles, the sinks, then the tiles with the best scores, up to the budget.
+
+        Whole heads get every visible tile.
+        """
         num_query_tiles, num_tiles = scores_BKIJ.shape[2:]
         first, last, count = self.budget(num_query_tiles, positions)
         id_J = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -223,7 +228,7 @@ class Matched(Counted):
         return Selection(jnp.maximum(find_marks(keep_largest(rank, count), nth), 0), count)
 
     def budget(self, num_query_tiles: int, positions: Positions) -> tuple[Int32[Array, "B I"], ...]:
-        """First and last position of every query tile, and the number of tiles that it reads."""
+        """Return the first and last position of every query tile, and the number of tiles that it may read."""
         row = jnp.arange(num_query_tiles, dtype=jnp.int32) * self.query_tile
         first = positions.q_start[:, None] + row
         last = positions.q_start[:, None] + jnp.minimum(row + self.query_tile, positions.q_len[:, None]) - 1
@@ -244,8 +249,8 @@ class Contender:
         name: family of contenders, which a picture draws as one line.
         title: unique description.
         policy: the policy, without a cross-over to dense.
-        brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and the exact
-            choice at the plan's keys run the full list.
+        brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and EXACT at
+            the plan's budget run the full list.
     """
 
     name: str
@@ -268,15 +273,15 @@ def contenders(
     """Yield dense, control, plan, other plans, rivals with the plan's budget, then rivals and plan at other budgets.
 
     The other budgets, `shares` and `scales`, are the frontier. Without a plan, rivals run only at `shares`, or at a
-    quarter of the keys if that is empty.
+    quarter of the keys if `shares` is empty.
 
     Args:
         plan: the plan to judge.
-        keys: number of keys that the plan reads, see `profile`; empty without a plan.
+        keys: the plan's budget, from `profile`; empty without a plan.
         longest: tokens of the longest text.
         only: names of the rivals that run; empty for all.
         shares: the frontier's budgets, as shares of the visible keys.
-        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
+        scales: the frontier's budgets of the plan, as multiples of the plan's own budget.
         others: other plans of the model by name, each with its own budget.
     """
     yield Contender(name="dense", title="dense", policy=Dense())

@@ -79,7 +79,7 @@ class Recall:
 
     Attributes:
         per_head: share per window, layer and KV head, [windows, L, K].
-        sparse_layers: layers that choose which keys to read; the others keep 1.
+        sparse_layers: layers that read only chosen keys; the share of every other layer is 1.
     """
 
     per_head: np.ndarray

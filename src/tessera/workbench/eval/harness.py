@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 256
 """Maximum tokens of an answer if the task sets no limit."""
 
 LENGTH_STEP = 256
-"""Tokens. Requests are padded to multiples of this: padding costs less than a compilation for every length."""
+"""Requests are padded to a multiple of this many tokens, since padding costs less than a compilation per length."""
 
 
 def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
@@ -44,7 +44,7 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
-    """Return (tokens of context + continuation, how many of them to score: the continuation's).
+    """Return the tokens of context + continuation, and how many of the last ones to score: the continuation's.
 
     The trailing spaces of `context` count as part of the continuation. If there are more tokens than the model takes
     (`max_positions`), the first ones are dropped.

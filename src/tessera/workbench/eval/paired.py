@@ -36,10 +36,10 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
-    """Compute sum(parts) / sum(wholes), one entry per document. The interval redraws documents.
+    """Compute sum(parts) / sum(wholes); both lists hold one number per document. The interval redraws documents.
 
-    If the value is 0 or 1, redrawing would give no width, so the interval is Wilson's instead.
-    Draws whose wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval 0 to 1.
+    If the value is 0 or 1, redrawn values would all be equal, so the interval is Wilson's instead.
+    Draws whose wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval is 0 to 1.
     """
     parts, wholes = np.asarray(parts, float), np.asarray(wholes, float)
     part, whole = parts.sum(), wholes.sum()

@@ -24,9 +24,9 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens of a length that are reserved for question and answer.
+"""Number of tokens, out of a document's length, that the document leaves free for a question and its answer.
 
-Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. That is the start of a query tile if the
+Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. This is the start of a query tile if the
 size of a query tile divides ROOM.
 """
 
@@ -141,7 +141,7 @@ def alike(rng: np.random.Generator) -> list[Fact]:
 
 
 def numbered(rng: np.random.Generator, thing: str) -> Fact:
-    """Draw a number for a thing and build the fact."""
+    """Draw a number for a thing, and build the fact that states and asks for it."""
     value = number(rng)
     return Fact((f"The {thing} is {value}.",), f"What is the {thing}? The {thing} is", (f" {value}",))
 
@@ -244,7 +244,7 @@ def pose(filler: Filler, fact: Fact, depth: float) -> Question:
         text += piece
         whole = filler.encode(text)
         if whole[: len(before)] != before:
-            raise ValueError(f"the tokenizer merges {piece!r} with the text before it, so the answer cannot be cut")
+            raise ValueError(f"the tokenizer merges {piece!r} with the text before it, so it cannot be split off")
         answer += whole[len(before) :]
         given += [index % 2 == 1] * (len(whole) - len(before))
         before = whole

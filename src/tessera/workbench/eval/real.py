@@ -5,8 +5,9 @@
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
 of each question. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
-without its choice of keys: whole heads read every key, the other heads read only own tiles, local tiles and sinks. If
-the control does as well as the plan, a task says nothing about the choice of keys, and its record says so.
+without its choice of keys: heads that read every key under the plan still do, and the other heads read only own tiles,
+local tiles and sinks. If the control does as well as the plan on a task, the task says nothing about the choice of
+keys, and its record says so.
 """
 
 import json
@@ -37,7 +38,8 @@ NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
 """Largest p value (McNemar) at which a difference from the control counts as more than chance."""
 RESOLUTION = 1e-6
-"""Nats. Smaller KL differences are rounding errors: records round to 1e-7, and programs may sum in different orders."""
+"""KL differences of at most this many nats are rounding errors: records round to 1e-7, and programs may sum in
+different orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,14 @@ class Sizes:
 
     Attributes:
         lengths: ends of the position ranges that get a record each; ascending multiples of 512.
-        documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
+        documents: (kind, length, count), in the order they run; lengths are multiples of 128, at most the last of
+            `lengths`.
         windows: number of text windows per domain, each as long as the longest length.
         brief: `documents` for contenders whose `brief` is set. These are most rivals, and all contenders that run at
             another budget than the plan's (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
-        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
+        scales: budgets of the frontier's plans, as multiples of the plan's own budget.
     """
 
     lengths: tuple[int, ...]
@@ -146,7 +149,7 @@ class Ledger:
         return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
-        """Return another contender's outcomes (1 or 0 per document and question); None if it was not asked."""
+        """Return the named contender's outcomes, 1 or 0 per document and question; None if there is no record of it."""
         record = self.done.get(("eval real task", name, f"{question}: {title}"))
         return None if record is None else record.facts["found"][:documents]
 
@@ -368,7 +371,7 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     """
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:
-        raise ValueError(f"the model's context of {context} tokens is shorter than {sizes.lengths[0]}")
+        raise ValueError(f"the model's context of {context} tokens is too short: {sizes.lengths[0]} are needed")
     documents, brief = (tuple(one for one in own if one[1] <= context) for own in (sizes.documents, sizes.brief))
     return replace(sizes, lengths=lengths, documents=documents, brief=brief)
 
@@ -389,5 +392,6 @@ def line_of(record: Record) -> str:
     facts = record.facts
     interval = f"({facts['low']:.3g} to {facts['high']:.3g})"
     said = f"{record.what.workload}: {facts.get('mean', record.median):.4g} {record.unit} {interval}"
-    said += f", keeps {facts['kept']:.0%} of dense's {facts['of_dense']}" if facts.get("kept") is not None else ""
+    if facts.get("kept") is not None:
+        said += f", keeps {facts['kept']:.0%} of dense's {facts['of_dense']} right answers"
     return said + f", {record.mean_density:.1%} of keys"

@@ -51,7 +51,7 @@ class Draft(NamedTuple):
 
     Attributes:
         filler: text to hide notes in, or the word list that the question is about.
-        notes: (position, 0 at the start to 1 at the end; line to hide there).
+        notes: pairs (position, line to hide there); position 0 is the filler's start, 1 its end.
         question: text after the filler.
         expected: strings that the answer must contain.
     """

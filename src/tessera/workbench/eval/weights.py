@@ -2,10 +2,10 @@
 
     tessera eval --suite real-weights --resume
 
-Each form of `core.quant.NAMES` that the model can take runs the texts and questions of `probes` twice: under dense
-attention and under the plan. KL is measured against the same model with float weights under dense attention, so it
-includes the loss of the form and that of the plan. The control is int8 with each matrix's scales shuffled among its
-channels; it must be far worse.
+A *form* is a number format of the weights, named in `core.quant.NAMES`. The model runs the texts and questions of
+`real` twice in each form that its file can take: under dense attention and under the plan. KL is measured against the
+same model with float weights under dense attention, so it includes the loss of the form and that of the plan. The
+control is int8 with each matrix's scales shuffled among its channels; it must be far worse.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ TEXT_OP, TASK_OP = "eval weights text", "eval weights task"
 SIZES: Final = Sizes(lengths=(2048,), documents=(("single", 2048, 4),), windows=1, brief=())
 """One window of 2,048 tokens per domain, and four documents with questions of kind "single"."""
 ORDER: Final = (FLOAT, "int8", CONTROL, "gguf", "w8a8", "fp8", "int4-g32", "int4", "int4-g64", "int4-g128")
-"""Forms in the order they run: the most asked-for first, so that an interrupted run has measured those."""
+"""Forms in the order they run. The most used forms come first, so that an interrupted run has measured them."""
 
 
 @dataclass(kw_only=True)
@@ -45,8 +45,8 @@ class Bench:
         plan: its plan, if any.
         material: texts and documents.
         ledger: records of the run.
-        load: returns the model in a form, by name.
-        held: model of the form that runs now, by name; one at a time, to bound memory.
+        load: function that takes a form's name and returns the model in that form.
+        held: the form's name -> model, for the form that runs now; only one, to bound memory.
     """
 
     base: Model
@@ -57,7 +57,7 @@ class Bench:
     held: dict[str, Model] = field(default_factory=dict)
 
     def model(self, name: str) -> Model:
-        """Return the model in a form."""
+        """Return the model in the named form, from `held` if it is there."""
         if name not in self.held:
             self.held = {name: self.base if name == FLOAT else self.load(name)}
         return self.held[name]
@@ -115,7 +115,7 @@ def run(
 
 
 def fits(model: Model, name: str) -> bool:
-    """Return whether the model's file can be held in a form; print the reason if it cannot."""
+    """Return whether the model's weights can take a form; print the reason if they cannot."""
     from tessera.models.quantised import check_forms, stored_tensors
 
     try:
@@ -185,7 +185,10 @@ def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> 
 
 
 def judge_task(bench: Bench, contender: Contender, kind: str, length: int, count: int) -> Record:
-    """Record which questions a form answers, and its share of the right answers of float weights under dense."""
+    """Record which questions a contender answers right.
+
+    The facts also hold the share that it keeps of the questions that float weights answer right under dense attention.
+    """
     model, documents = bench.model(contender.name), bench.material.documents(kind, length, count)
     answers = run_trials(model, contender.policy, documents, num_keys=length)
     found = [[int(o.found) for o in a.outcomes] for a in answers]

@@ -18,8 +18,8 @@ PIECES = ("env", "correct", "time", "tune")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces. Exit code 1 if an item failed (its record says why) or the child process broke, 2 if nothing can
-    run or a record cannot be written, 130 if the run was stopped. The next run resumes."""
+    """Run the pieces. The exit code is 1 if an item failed (its record says why) or the child process ended between two
+    items, 2 if nothing can run or a record cannot be written, and 130 if the run was stopped. The next run resumes."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="pieces to run; all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     whole = supervise(request, options.limit_s)
     latest = {record.key: record.error or "" for record in (evidence.read(out)[since:] if out.exists() else [])}
     failed = sum(error != "" and not error.startswith("not installed") for error in latest.values())
-    print(f"{failed} failed; records are in {out}")
+    print(f"items that failed: {failed}; records are in {out}")
     return 0 if whole and not failed else 1
 
 

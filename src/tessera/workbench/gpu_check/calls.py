@@ -1,4 +1,4 @@
-"""The GPU script's attention calls, their random inputs, and kernels compiled to run on them."""
+"""Define the GPU script's attention calls, draw their random inputs, and choose and jit kernels for them."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a kernel's role. A sparse call's lists have room for what `select` lists."""
+        """Return (spec, shapes) for a kernel's role. A sparse call's capacity is that of `select`'s lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -76,12 +76,12 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of q and out once, and of K and V twice: in the cache's layout and in that of other libraries."""
+        """Bytes of the call's arrays: q, out, and K and V twice (in the cache's layout and in other libraries')."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
     def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
-        """Draw random masses [B,K,I,J]: I query tiles, J key tiles."""
+        """Draw a random mass for every sequence, KV head, query tile and key tile."""
         size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
         return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
 
@@ -117,7 +117,10 @@ def takes_single_keys(kernel: Kernel) -> bool:
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """Return (spec, shapes) with the first tile that the kernel takes, else None. MOST_SINGLE_KEYS limits tile 1."""
+    """Return (spec, shapes) with the first size in TILES that the kernel takes; None if it takes none.
+
+    Tile 1 counts only for calls of at most MOST_SINGLE_KEYS keys.
+    """
     for tile in TILES if kernel.role != "dense" else TILES[:1]:
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue

@@ -1,8 +1,8 @@
 """Check answers of any length against float32: the reference kernel recomputes whole query tiles on the same device.
 
-Tolerances, in units in the last place of the dtype (UNIT): 2 for out, measured as |error| / |row|, since weights and
-output are each rounded by half a unit; 1 for lse, since a kernel may sum rounded weights; 8 for the mass, whose
-logarithms a kernel may keep in half precision.
+Tolerances are in units in the last place of the dtype (UNIT). For out, |error| / |row| may be 2 units, since weights
+and output are each rounded by half a unit. For lse, |error| may be 1 unit, since a kernel may sum rounded weights. For
+the mass, |error| / |mass| may be 8 units, since a kernel may keep its logarithms in half precision.
 """
 
 from functools import partial

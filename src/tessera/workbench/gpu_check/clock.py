@@ -1,4 +1,4 @@
-"""Measure device time with a cold L2 cache: the durations, by CUPTI, of the kernels that a call launches."""
+"""Measure a call's device time with a cold L2 cache: CUPTI reports how long each kernel of the call runs."""
 
 import contextlib
 import time
@@ -32,7 +32,7 @@ class Clock:
         self._dirty = jnp.zeros(session.scale.flush_bytes // 4, jnp.float32)
         self._write = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._cupti = None
-        self.method = "the host's clock around a call and its wait: launches and dispatch count"
+        self.method = "the host's clock, until the result is ready: dispatch and launches are included"
         if on_gpu() and not session.is_done(PROBE):  # the probe has a record only if it failed or hung
             with session.guard(PROBE):
                 self._try_cupti()
@@ -79,7 +79,7 @@ class Clock:
 
 
 def waiting(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Return a call of a jax function that waits for its result."""
+    """Return a function without arguments that calls a jax function and waits for the result."""
     return lambda: jax.block_until_ready(function(*args))
 
 

@@ -57,8 +57,8 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Number of cases of each kernel that run before anything is timed. The checks of the layout of gathered rows run
-before that too, and are not counted here."""
+"""Number of cases of each kernel that run before anything is timed. Layout checks are not counted: they all run before
+that."""
 GRADIENTS = 2.0**-5
 """Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 
@@ -82,7 +82,7 @@ class Case(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """Append records of layouts, cases and gradients; if `session.first`, only FIRST cases per kernel."""
+    """Append records of layouts, cases and gradients; if `session.first`, only layouts and FIRST cases per kernel."""
     kernels = list(calls.kernels_here(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
@@ -176,8 +176,9 @@ def compare(kernel: Kernel, case: Case) -> dict:
     allowed = oracle.tolerance(call, truth, case.dtype, **trials.roundings(kernel))
     errors, wrong = verify.compare(found, truth, allowed, kernel.role)
     if wrong or (errors > 1).any():
-        worst = f"{float((errors > 1).mean()):.2%} of elements past the tolerance, the worst {errors.max():.3g} times"
-        raise ValueError(f"wrong: {'; '.join((*wrong, worst))} (seed {seed}, {config})")
+        share = float((errors > 1).mean())
+        said = f"{share:.2%} of elements past the tolerance, the worst error is {errors.max():.3g} times the tolerance"
+        raise ValueError(f"wrong: {'; '.join((*wrong, said))} (seed {seed}, {config})")
     how = How(check="float64 oracle, derived tolerance, fresh random numbers, padding NaN")
     facts = {"seed": seed, "config": str(config), "elements": int(errors.size)}
     return {"samples": [float(errors.max(initial=0.0))], "unit": "of tolerance", "how": how, "facts": facts}
@@ -193,7 +194,9 @@ def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
 
 
 def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
-    """Return a record's fields: error / tolerance of the gradients dq, dk, dv of sum(d_out * out), against float64.
+    """Compare the gradients dq, dk and dv of sum(d_out * out) with float64; return a record's fields.
+
+    The sample is the largest error / tolerance.
 
     Raises:
         ValueError: an error exceeds the tolerance.
@@ -215,6 +218,6 @@ def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
         limit = GRADIENTS * max(1.0, np.abs(truth).max())
         over[name] = float(np.abs(np.asarray(mine.astype(jnp.float32)) - truth).max() / limit)
     if not max(over.values()) <= 1:
-        raise ValueError(f"wrong: {over} times what is allowed (seed {seed})")
+        raise ValueError(f"wrong: the errors are {over} times the tolerance (seed {seed})")
     how = How(check="gradients in float64, row by row, fresh random numbers")
     return {"samples": [max(over.values())], "unit": "of allowed", "how": how, "facts": {"seed": seed, "over": over}}

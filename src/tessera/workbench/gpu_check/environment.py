@@ -20,7 +20,7 @@ TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
 
 
 def run(session: Session) -> None:
-    """Record the environment; on a GPU, also where the shipped target configuration differs from this GPU."""
+    """Record the environment. On a GPU, also record how the shipped target configuration differs from this GPU's."""
     session.attempt(What(op="environment", kernel="", workload="gpu"), look)
     if on_gpu():
         session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)
@@ -53,7 +53,7 @@ def differences(here: str, shipped: str) -> dict:
     """Return a record's samples and facts: the number of shipped facts that differ, and name -> [shipped, here].
 
     Raises:
-        ValueError: `here`, XLA's text, holds no facts.
+        ValueError: no facts can be read from `here`, XLA's description of this GPU.
     """
     found = facts(here)
     if not found:

@@ -1,11 +1,12 @@
-"""Check the layout of gathered single-key rows in shared memory, which no interpreter models, by probing every slot.
+"""Check where the kernel for single keys puts gathered rows in shared memory, which no interpreter models.
 
-A query tile lists `blocks` x 2 H keys, H the head dim; a key's index in the list is its slot. In one run of 2 H slots,
-slot j holds the unit vector e_((j + 8 tile) % H), with a minus sign in the second half; all other keys are zero. The
-query tile's 2 H rows are the unit vectors +-e_r. So a row scores SCALE at one slot, which gets all of its weight, and
-out must equal that slot's values to the last bit. If out holds another slot's values, the kernel read K's row from the
-wrong place; if it holds no slot's values, V's columns are misplaced. From tile to tile the unit vectors move by one
-16-byte column, so the tiles together probe every column of every slot, and every stage of the ring of buffers.
+Let H be the head dim. A query tile lists `blocks` x 2 H keys. A key's index in this list is its slot. In 2 H
+consecutive slots, K holds unit vectors: the j-th of them is e_((j + 8 tile) % H), negated if j >= H. All other keys are
+zero. The query tile has 2 H rows: e_0, e_1, ... and their negatives. So each row scores SCALE at one slot, which gets
+all of its weight, and out must equal V at that slot to the last bit. If out equals V at another slot, the kernel read
+K's row from the wrong place. If out equals V at no slot, V's columns are misplaced. From tile to tile the unit vectors
+move by one 16-byte column, so the tiles together probe every column of every slot, and every stage of the ring of
+buffers.
 """
 
 import jax
@@ -18,9 +19,9 @@ from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
 SCALE = 64.0
-"""Softmax scale, and a row's score at its slot, where q . k is 1. exp(-SCALE) is negligible in every dtype."""
+"""Softmax scale, and so a row's score at the slot where q . k is 1. exp(-SCALE) is negligible in every dtype."""
 TOKENS = 32
-"""Tokens of a query tile. The tile's 2 H rows are TOKENS x heads."""
+"""Tokens of a query tile. The tile's rows are TOKENS x query heads."""
 COLUMN = 8
 """16-bit numbers in a 16-byte column."""
 
@@ -55,19 +56,20 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
     wrong = [said for tile in range(tiles) for said in strangers(tile, out[tile], v[listed[tile]], blocks)]
     off = np.abs(np.asarray(found.lse) - SCALE).max()
     if wrong or not off < 1e-3 * SCALE:
-        raise ValueError(f"wrong: {len(wrong)} of {tiles * rows} slots, {'; '.join(wrong[:6])}; lse off by {off:.3g}")
-    how = How(check="unit vectors, every slot of a list asked by its name: out is its values to the last bit")
+        said = f"wrong: {len(wrong)} of {tiles * rows} slots are misplaced; lse is off by {off:.3g}"
+        raise ValueError("; ".join((said, *wrong[:6])))
+    how = How(check="a unit vector at each slot in turn: out equals that slot's values to the last bit")
     facts = {"seed": seed, "slots": tiles * rows, "config": str(config)}
     return {"samples": [0.0], "unit": "misplaced slots", "how": how, "facts": facts}
 
 
 def first_of(tile: int, blocks: int, rows: int) -> int:
-    """Return the first of the 2 H slots that hold a tile's unit vectors."""
+    """Return the first of the `rows` consecutive slots that hold a tile's unit vectors."""
     return tile % blocks * rows
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe each misplaced row of out [2 H, H].
+    """Describe each misplaced row of a tile's out, [rows, head dim].
 
     A row attends only to the slot that holds its unit vector, so it must equal that slot's values.
     """

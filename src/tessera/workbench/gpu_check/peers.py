@@ -1,4 +1,4 @@
-"""Dense attention of other libraries, on the same arrays: cuDNN through jax, PyTorch's back ends, FlashAttention."""
+"""Prepare dense attention calls of other libraries: cuDNN through jax, PyTorch's back ends, FlashAttention."""
 
 import importlib.util
 from collections.abc import Callable
@@ -75,7 +75,8 @@ PEERS = MappingProxyType(
         "flash_attn": flash_attn,
     }
 )
-"""Name -> function of (setting, q, k, v) that returns a call. The call waits for out [B,T,N,H] and returns it."""
+"""Name -> function of (setting, q, k, v) that prepares a call. The result is a function without arguments, which
+computes out [B,T,N,H], waits for it and returns it."""
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})

@@ -72,7 +72,7 @@ class Scale:
 
 
 class Session:
-    """Run of the script in one process: appends records, knows what is left to do and when to stop.
+    """One process's run of the script. It appends records, and knows what is left to do and when to stop.
 
     Attributes:
         first: run only a little of every piece, in case time runs out before the pieces are complete.
@@ -82,7 +82,7 @@ class Session:
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
         """Read which items are done from the file `out`, if it exists.
 
-        The first `since` records (None: all) are old; with `again`, they do not count.
+        The first `since` records (None: all) come from earlier runs. With `again`, they are ignored.
         """
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
@@ -205,13 +205,13 @@ class Session:
             note = json.loads(self._note_path.read_text())
             if note.get("what"):
                 self.piece = note["piece"]
-                error = note.get("end") or f"{CUT} everything ended in the middle of it"
+                error = note.get("end") or f"{CUT} the child process and its parent both ended while it ran"
                 self.add(What(**note["what"]), (), error=plain(error, whole=True))
         self._write_note()
 
 
 class Guard:
-    """Context of Session.guard. It catches every Exception of its block but Unwritable, and passes it to Session.fail.
+    """Context of Session.guard: passes every Exception of its block to Session.fail, but lets Unwritable through.
 
     It is a class with `__exit__`, because lint forbids the clause `except Exception`.
     """

@@ -58,7 +58,7 @@ def writing(what: Path | str) -> Iterator[None]:
 
 
 def device() -> str | None:
-    """Return the file name of this GPU's records; None if jax, in a separate process, finds no GPU in time."""
+    """Return the slug of this GPU, which names its file of records; None if a child process finds no GPU in time."""
     try:
         done = subprocess.run([*COMMAND], capture_output=True, text=True, timeout=IDLE_S)
     except subprocess.TimeoutExpired:

@@ -35,7 +35,7 @@ MOST_OF_JAX = 0.8
 """Share of jax's memory limit that a call's arrays may take. A larger call is not timed; its record says so."""
 
 SAMPLE_S, COMPILE_S = 60.0, 240.0
-"""Seconds for one sample, and for compiling all contenders of a call."""
+"""Time limits in seconds: for one sample, and for compiling all contenders of a call."""
 LAYERS, ANCHORS = 32, 5
 ROLES = ("score", "sparse")
 TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade decode": 5.0}
@@ -94,7 +94,7 @@ def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None
     if setting.bytes > most_bytes():
         said = f"q, out, and K and V in two layouts take {setting.bytes / 1e9:.1f} GB"
         for name in () if session.retry else todo:
-            session.add(whats[name], (), error=f"left out: {said}, allowed are {most_bytes() / 1e9:.1f} GB")
+            session.add(whats[name], (), error=f"left out: {said}, more than the limit of {most_bytes() / 1e9:.1f} GB")
         return
     numbers = drawn(session, setting, "gpu attention")
     if numbers is None:
@@ -236,7 +236,7 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Record Kascade's attention time, compared with that of the peer `best`, for 32 layers, 5 of them anchors.
+    """Record Kascade's attention time over 32 layers, 5 of them anchors, compared with that of the peer `best`.
 
     A sample adds up the layers' times from one round. An anchor scores and selects; the selection is timed here, on
     random masses.
@@ -248,7 +248,7 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Time the selection and add it up with the layers' times; return the record's fields.
+    """Time the selection, add it to the layers' times, and return the record's fields.
 
     A sample is the sum over all layers in one round.
     """

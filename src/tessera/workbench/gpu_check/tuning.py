@@ -1,4 +1,4 @@
-"""Check and time every configuration of each kernel's search space on a few calls, with a record each.
+"""Check and time every configuration of each kernel's search space on a few calls, and append a record for each.
 
 The tuned block sizes stay as they are. The records are for people to read.
 """
@@ -36,8 +36,10 @@ def run(session: Session) -> None:
 
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
-    """Yield (kernel, configuration, record key) for every kernel that takes the call; only one per kernel in a dry
-    run."""
+    """Yield (kernel, configuration, record key) for every configuration of the kernels that take the call.
+
+    A dry run has only one configuration per kernel.
+    """
     for kernel in calls.kernels_here(session, setting.phase):
         call = calls.taken(kernel, setting)
         configs = [] if call is None else list(kernel.search_space(*call))

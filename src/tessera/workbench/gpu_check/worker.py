@@ -2,8 +2,9 @@
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
-REQUEST is JSON: {"pieces": names, or "module:function" for others, "out": file of records, "dry", "again", "since":
-records in the file when the script began, "limit_s"}. Without REQUEST, it prints the file name of this GPU's records.
+REQUEST is a JSON object with the keys "pieces" (names in PIECES, or "module:function" for other pieces), "out" (file of
+records), "dry", "again", "since" (number of records in the file when the script began) and "limit_s". Without REQUEST,
+the process only prints the slug of this GPU, which names its file of records.
 """
 
 import contextlib
@@ -41,8 +42,10 @@ def end_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the requested pieces of the GPU check, once per pass in PASSES; return the exit code, NO_GPU if there is no
-    GPU."""
+    """Run the requested pieces of the GPU check, once per pass in PASSES.
+
+    Returns the exit code, which is NO_GPU if there is no GPU.
+    """
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
         hardware.prepare_simulator()
