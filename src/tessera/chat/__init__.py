@@ -83,7 +83,7 @@ class Chat(Turns):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the question that ends `messages`; keep `messages`, less dropped turns, and the answer."""
+        """Answer the question that ends `messages`; store the answer, and `messages` without turns that had to go."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = (self.seed + attempts) % 2**32

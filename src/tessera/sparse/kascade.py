@@ -184,7 +184,8 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """Store this layer's choice for the layers that reuse it: its masses with `budgets`, else its selection."""
+        """Store this layer's choice for the layers that reuse it: its masses if the policy has `budgets`, else its
+        selection."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)

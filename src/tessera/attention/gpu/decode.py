@@ -334,7 +334,8 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose two or three thread blocks per multiprocessor, each with at least 64 KB of keys and values in flight.
+    """Choose stages and splits: two or three thread blocks per multiprocessor (one at head_dim=256), each with at least
+    64 KB of keys and values in flight (48 KB if they are int8).
 
     A single sequence gets as many splits as run at once. A batch, whose lengths may differ, gets at least one split per
     UNEVEN_KEYS keys. A split has about four blocks of keys or more.

@@ -34,7 +34,8 @@ PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
 """Register layout in which a thread holds four neighbours of a row: one load of int8, one store of bfloat16."""
 FETCH_REGISTERS, COMPUTE_REGISTERS = 72, 216
-"""Registers per thread of prefill's warpgroups if the fetching one also converts: 504 in sum, as without int8."""
+"""Registers per thread of prefill's fetching and compute warpgroups if the fetching one also converts. One fetching and
+two compute warpgroups add up to 504, as without int8."""
 PER_ROW = WIDENED.reduce(1)
 """Register layout of one number per row of `WIDENED`."""
 
