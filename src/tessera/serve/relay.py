@@ -18,6 +18,7 @@ from tessera.serve.protocol import ChatBody, CompletionBody, Refusal, parse
 from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
 from tessera.serve.routing import choose, first_page
 from tessera.serve.summed import summed
+from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 """Route -> body, for the routes whose prompt decides which replica answers; any replica answers the other routes."""
@@ -40,7 +41,7 @@ class Relay:
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
         self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
-        self._encoding = asyncio.Lock()  # the tokenizer is not thread-safe
+        self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request whose body is one message (see `Front`); stop at once if its client disconnects."""
@@ -120,8 +121,8 @@ class Relay:
         schema = PROMPTS.get(scope["path"])
         if schema is None or scope["method"] != "POST":
             return None
-        async with self._encoding:
-            return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer, scope[TENANT]))
+        tenant = scope[TENANT]
+        return await self._encoding.run(tenant, lambda: first_page(parse(schema, body), self.tokenizer, tenant))
 
     def _key_of(self, scope: Message) -> dict[bytes, bytes]:
         """Return the header with the client's API key, by which the replica knows the tenant; {} without API keys."""
