@@ -444,6 +444,7 @@ def test_ctrl_c_ends_the_warm_up_at_once(model):
         (["--context", "100000"], "exceeds the model's context"),
         (["-np", "0"], "--slots 0"),
         (["-m", "other"], "given twice"),
+        (["--spill", __file__], "--spill"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
@@ -451,6 +452,18 @@ def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
 
     assert main(["serve", model.source, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_file_of_keys_may_come_from_any_editor(tmp_path):
+    from tessera.cli.serve import Serve
+
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\n")
+    assert Serve(api_key_file=file).keys() == ("one", "two")
+    for wrong, said in (("one".encode("utf-16"), "UTF-8"), (b" \n", "no key")):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=said):
+            Serve(api_key_file=file).keys()
 
 
 def test_a_port_in_use_is_named_before_the_model_is_loaded(capsys):
