@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -22,6 +22,7 @@ from tessera.runtime.requests import Failure, Request
 from tessera.serve import front, server, warm
 from tessera.serve import load as load_client
 from tessera.serve.metrics import Metrics
+from tessera.serve.protocol import Refusal
 from tessera.serve.service import Service
 
 QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
@@ -302,6 +303,24 @@ def test_a_full_queue_says_when_to_try_again(running, monkeypatch):
     running.service.cancel(held[0])
     running.until(lambda: not running.service.open)
     assert len(ask(running, "x", n=3, max_tokens=1).choices) == 3
+
+
+def test_one_tenant_cannot_keep_the_others_out(running, monkeypatch):
+    def submit(tenant, count=1):
+        asked = [(Request(prompt=[65], max_new_tokens=200, tenant=tenant), lambda event: None)] * count
+        with suppress(Refusal):
+            held.extend(running.service.submit(*asked))
+        return len(held)
+
+    held = []
+    monkeypatch.setattr(running.service, "shared", True)
+    monkeypatch.setattr(running.service, "room", 10)
+    assert [submit("greedy") for _ in range(20)][-1] == 5
+    assert submit("other") == 6
+    assert [submit("third") for _ in range(20)][-1] == 8
+    for job in held:
+        running.service.cancel(job)
+    running.until(lambda: not running.service.open)
 
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeypatch):
