@@ -200,6 +200,27 @@ def test_what_the_system_refuses_is_said(tmp_path, caplog):
     ]
 
 
+def test_only_its_user_may_read_and_write_pages(tmp_path, monkeypatch):
+    Spill(tmp_path, SALT, LIMIT).save(KEYS[0], arrays())
+    [place] = tmp_path.iterdir()
+    place.chmod(0o777)  # as an earlier version may have left it
+    Spill(tmp_path, SALT, LIMIT)
+    assert place.stat().st_mode & 0o777 == 0o700
+    scan = os.scandir
+
+    def refused(path):
+        if os.fspath(path) == os.fspath(place):
+            raise PermissionError(errno.EACCES, "no", os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert Spill(tmp_path, b"another model", LIMIT).save(KEYS[0], arrays())  # beside another user's pages
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(PermissionError, match="another user"):
+        Spill(tmp_path, SALT, LIMIT)
+
+
 def test_bad_calls_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="limit_bytes=0"):
         Spill(tmp_path, SALT, 0)

@@ -18,6 +18,7 @@ from live_server import KEY, start, tiny_model
 
 from tessera.serve import front, server
 
+OTHER = "another"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -30,7 +31,7 @@ def handles() -> int:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    found = start(tiny_model(tmp_path_factory.mktemp("abuse")), keys=[KEY])
+    found = start(tiny_model(tmp_path_factory.mktemp("abuse")), keys=[KEY, OTHER])
     post(found, CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "json_object"}})
     before = handles()
     yield found
@@ -183,6 +184,7 @@ def test_no_request_over_the_schema_gets_a_5xx(running, request):
         (COMPLETION, '{"prompt": "x", "n": ' + "9" * 4000 + "}", 400),
         (COMPLETION, {"prompt": "x", "n": 10**9}, 400),
         (COMPLETION, {"prompt": "x", "temperature": float("nan")}, 400),
+        (COMPLETION, {"prompt": "x", "repetition_penalty": 1e-40}, 400),
         (COMPLETION, {"prompt": "x", "stop": ["a"] * 1_000_000}, 400),
         (COMPLETION, {"prompt": "x", "logit_bias": {str(id): 1 for id in range(1_000_000)}}, 413),
         (COMPLETION, {"prompt": [-1] * 1_000_000}, 400),
@@ -252,6 +254,27 @@ def test_probabilities_beside_a_grammar_are_json(running, stream):
     found = post(running, CHAT, body | {"logprobs": True, "top_logprobs": 20})
     assert found.status_code == 200, found.text
     assert "Infinity" not in found.text
+
+
+def test_slow_schemas_of_one_client_delay_no_other(running, monkeypatch):
+    compile = running.site.grammars.json
+
+    def slow(schema):
+        time.sleep(0.2 if "slow" in schema else 0)
+        return compile(schema)
+
+    monkeypatch.setattr(running.site.grammars, "json", slow)
+    body = {"messages": HELLO, "max_tokens": 1, "response_format": schema({"type": "null", "slow": True})}
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(post, running, CHAT, body, {"Authorization": f"Bearer {OTHER}"}) for _ in range(20)]
+        time.sleep(0.5)  # they wait in line
+        began = time.monotonic()
+        assert post(running, COMPLETION, {"prompt": "x", "max_tokens": 1}).status_code == 200
+        form = {"response_format": schema({"type": "null"})}
+        assert post(running, CHAT, {"messages": HELLO, "max_tokens": 1} | form).status_code == 200
+        assert time.monotonic() - began < 1.5
+        assert not all(one.done() for one in asked)
+        assert {one.result().status_code for one in asked} <= {200, 400, 429}
 
 
 def test_text_of_users_becomes_neither_template_nor_control_token(running):
@@ -327,6 +350,23 @@ def test_wrong_http_gets_one_answer(running, sent, status):
 def test_a_bad_key_is_refused(running, value):
     sent = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nAuthorization: {value}\r\nContent-Length: 2\r\n\r\n{{}}"
     assert raw(running, sent.encode("latin-1")).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Host: evil.example:8000", 403),
+        ("Host: localhost.evil.example", 403),
+        ("Host: 127.0.0.1\r\nOrigin: https://evil.example", 403),
+        ("Host: 127.0.0.1\r\nOrigin: null", 403),
+        ("Host: 127.0.0.1\r\nOrigin: http://localhost:8000", 200),
+        ("Host: [::1]:8000", 200),
+    ],
+)
+def test_without_keys_a_page_of_another_site_is_refused(running, monkeypatch, header, status):
+    monkeypatch.setattr(running.server.config.app, "keys", ())
+    sent = f"GET /v1/models HTTP/1.1\r\n{header}\r\n\r\n"
+    assert raw(running, sent.encode()).startswith(f"HTTP/1.1 {status}".encode())
 
 
 def test_pipelined_requests_get_all_their_answers(running):

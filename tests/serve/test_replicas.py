@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -230,6 +231,46 @@ def test_the_front_refuses_as_one_server_does(front):
     found = httpx.post(f"{front.url}/tokenize", json={"prompt": "hi"}, headers=HEADERS).json()
     assert found["count"] == 3
     assert [httpx.get(front.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET %2F HTTP/1.1\r\nHost: x", 404),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff", 200),
+        (b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
+        (b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
+        (b"GET /v1/models?[]#| HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
+    ],
+)
+def test_an_odd_address_or_key_gets_no_5xx_from_the_front(front, sent, status):
+    with socket.create_connection(front.bound.getsockname()[:2], timeout=60) as client:
+        client.sendall(sent + b"\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 %d" % status
+
+
+def test_the_front_reads_only_the_start_of_a_conversation(front):
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "[" * 900 + "]" * 900}}
+    many = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 2000
+    for messages in (many, [{"role": "assistant", "tool_calls": [call]}]):
+        began = time.monotonic()
+        found = httpx.post(
+            f"{front.url}/v1/chat/completions", json={"messages": messages}, headers=HEADERS, timeout=LIMIT_S
+        )
+        assert found.status_code == 400, found.text[:300]
+        assert time.monotonic() - began < 10
+
+
+def test_a_request_that_ends_replicas_does_not_end_all(front, monkeypatch):
+    async def lost(relay, replica, *_):
+        asked.append(replica)
+        raise replicas.Lost("poison")
+
+    asked = []
+    monkeypatch.setattr(Relay, "_ask", lost)
+    monkeypatch.setattr(type(front.replicas), "ready", [replicas.Replica(index) for index in range(5)])
+    assert front.ask("x").status_code == 500
+    assert len(asked) == 2
 
 
 def test_a_client_that_goes_away_frees_its_row(front, monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -22,6 +22,7 @@ from tessera.runtime.requests import Failure, Request
 from tessera.serve import front, server, warm
 from tessera.serve import load as load_client
 from tessera.serve.metrics import Metrics
+from tessera.serve.protocol import Refusal
 from tessera.serve.service import Service
 
 QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
@@ -304,6 +305,24 @@ def test_a_full_queue_says_when_to_try_again(running, monkeypatch):
     assert len(ask(running, "x", n=3, max_tokens=1).choices) == 3
 
 
+def test_one_tenant_cannot_keep_the_others_out(running, monkeypatch):
+    def submit(tenant, count=1):
+        asked = [(Request(prompt=[65], max_new_tokens=200, tenant=tenant), lambda event: None)] * count
+        with suppress(Refusal):
+            held.extend(running.service.submit(*asked))
+        return len(held)
+
+    held = []
+    monkeypatch.setattr(running.service, "shared", True)
+    monkeypatch.setattr(running.service, "room", 10)
+    assert [submit("greedy") for _ in range(20)][-1] == 5
+    assert submit("other") == 6
+    assert [submit("third") for _ in range(20)][-1] == 8
+    for job in held:
+        running.service.cancel(job)
+    running.until(lambda: not running.service.open)
+
+
 def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeypatch):
     engine = running.service._engine
 
@@ -444,6 +463,7 @@ def test_ctrl_c_ends_the_warm_up_at_once(model):
         (["--context", "100000"], "exceeds the model's context"),
         (["-np", "0"], "--slots 0"),
         (["-m", "other"], "given twice"),
+        (["--spill", __file__], "--spill"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
@@ -451,6 +471,18 @@ def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
 
     assert main(["serve", model.source, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_file_of_keys_may_come_from_any_editor(tmp_path):
+    from tessera.cli.serve import Serve
+
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\n")
+    assert Serve(api_key_file=file).keys() == ("one", "two")
+    for wrong, said in (("one".encode("utf-16"), "UTF-8"), (b" \n", "no key")):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=said):
+            Serve(api_key_file=file).keys()
 
 
 def test_a_port_in_use_is_named_before_the_model_is_loaded(capsys):

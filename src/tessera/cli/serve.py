@@ -144,7 +144,11 @@ class Serve:
                     f"add --api-key-file FILE, or listen on 127.0.0.1"
                 )
             return ()
-        keys = tuple(filter(None, map(str.strip, self.api_key_file.read_text(encoding="utf-8").splitlines())))
+        try:
+            text = self.api_key_file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.api_key_file} is not a text in UTF-8: save it as one, a key per line") from error
+        keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
         if not keys:
             raise ValueError(f"{self.api_key_file} holds no key: write one per line")
         return keys
@@ -152,12 +156,15 @@ class Serve:
     def site(self, keys: Sequence[str]):
         """Load the model and start the engine's thread."""
         from tessera.cli.model_commands import named_model
+        from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
         from tessera.serve.front import tenant_of
         from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
+        if self.spill is not None:
+            check_writable(self.spill, folder=True, flag="--spill")
         source = resolve(named_model(self.named))
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")

@@ -54,7 +54,7 @@ class Spill:
 
     Raises:
         ValueError: the salt is empty or the limit is not positive.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be made, or belongs to another user.
     """
 
     def __init__(self, folder: str | os.PathLike, salt: bytes, limit_bytes: int):
@@ -63,7 +63,11 @@ class Spill:
         self.limit_bytes = limit_bytes
         self._root, self._key = Path(folder), hashlib.blake2b(salt, digest_size=32).digest()
         self._folder = self._root / self._key.hex()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if os.name != "nt" and self._folder.lstat().st_uid != os.geteuid():
+            raise PermissionError(f"{self._folder} belongs to another user, who could change the keys: name another")
+        self._folder.chmod(0o700)  # keys tell what users wrote
         for place in self._places():
             remove_left(place)
             for left in place.glob(f".*.{os.getpid()}{TEMPORARY}"):  # in a container, each start has the same number
@@ -161,7 +165,10 @@ class Spill:
     def _files(self) -> Iterator[tuple[int, int, str]]:
         """Yield time, bytes and path of every page on disk."""
         for place in self._places():
-            for entry in os.scandir(place):
+            entries: list[os.DirEntry] = []
+            with contextlib.suppress(PermissionError):  # another user's
+                entries = list(os.scandir(place))
+            for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
                     if NAME.fullmatch(entry.name):
                         yield entry.stat().st_mtime_ns, entry.stat().st_size, entry.path

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ from tessera.serve.protocol import (
 from tessera.serve.replies import Reply, echoed, usage
 from tessera.serve.service import Job, Service
 from tessera.serve.tools import Speech, takes_tools, taught
+from tessera.serve.turns import Turns, in_turn, unless_gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class Site:
         service: thread that runs the engine.
         context: maximum tokens of one request, prompt and answer.
         grammars: compiler of grammars for JSON answers; None if the model has no tokenizer with an end token.
-        encoding: lock that guards the tokenizer; the tokenizer is not thread-safe.
+        encoding: the only thread that encodes; the tokenizer is not thread-safe.
+        compiling: the only thread that compiles grammars.
     """
 
     model: Model
@@ -54,7 +56,8 @@ class Site:
     service: Service
     context: int
     grammars: Grammars | None = None
-    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    encoding: Turns = field(default_factory=Turns)
+    compiling: Turns = field(default_factory=Turns)
 
 
 @dataclass(eq=False)
@@ -114,16 +117,14 @@ def create(site: Site) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
         _check_model(site, body.model)
-        async with site.encoding:
-            prompts = await asyncio.to_thread(_encode, site, body.prompts)
+        prompts = await in_turn(request, site.encoding, _encode, site, body.prompts)
         return await _answer(request, site, body, prompts)
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await request.body())
         _check_model(site, body.model)
-        async with site.encoding:
-            tokens = await asyncio.to_thread(_render, site, body)
+        tokens = await in_turn(request, site.encoding, _render, site, body)
         return await _answer(request, site, body, [tokens])
 
     @app.get("/v1/models")
@@ -160,8 +161,8 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
         body = parse(TokenizeBody, await request.body())
         _check_model(site, body.model)
         _check_length(site, body.prompt, "prompt")
-        async with site.encoding:
-            tokens = await asyncio.to_thread(_tokenizer(site).encode, body.prompt, add_special=body.add_special_tokens)
+        encode = partial(_tokenizer(site).encode, add_special=body.add_special_tokens)
+        tokens = await in_turn(request, site.encoding, encode, body.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
@@ -235,7 +236,7 @@ def _render(site: Site, body: ChatBody) -> list[int]:
     return tokens
 
 
-async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
+async def _guide(request: Request, site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
     """Compile the grammar that the request asks for; return None if it asks for none."""
     schema = body.wanted()
     if schema is None:
@@ -246,7 +247,7 @@ async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None
             f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and tool calls need: ask for text",
         )
     try:
-        return await asyncio.to_thread(site.grammars.json, schema)
+        return await in_turn(request, site.compiling, site.grammars.json, schema)
     except ValueError as error:
         raise Refusal(400, str(error), param=body.schema_field) from error
 
@@ -299,7 +300,7 @@ def requests_of(
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit a request's choices and return its response, whole or as a stream."""
-    asked = requests_of(site, body, prompts, await _guide(site, body), request.scope.get(TENANT, ""))
+    asked = requests_of(site, body, prompts, await _guide(request, site, body), request.scope.get(TENANT, ""))
     chat = isinstance(body, ChatBody)
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
@@ -321,7 +322,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
         return Stream(pieces, partial(_drop, site, answers))
     try:
-        await _unless_gone(request, _all_ends(queue, len(answers)))
+        await unless_gone(request, _all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
     return JSONResponse(await asyncio.to_thread(_whole, site, body, reply, answers, prompt_tokens))
@@ -358,24 +359,6 @@ async def _all_ends(queue: asyncio.Queue, count: int) -> None:
             answer.end, count = event, count - 1
         elif answer.tokens is not None:
             answer.tokens.append(event)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Wait for `work`; raise Refusal as soon as the client closes its connection."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    if tasks[0] not in done:
-        raise Refusal(499, "the client closed the connection")
-    tasks[0].result()
 
 
 async def _stream(

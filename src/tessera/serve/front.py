@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ DISCARD_S = 1.0
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """Paths that need no API key: health probes, and the page, which asks its user for the key. Their responses reveal
 nothing about requests."""
+
+LOCAL = re.compile(rb"(?i)(https?://)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
+"""Values of the headers Host and Origin that name this machine."""
 
 TENANT = "tessera.tenant"
 """Key of a request's ASGI scope that holds the tenant."""
@@ -61,6 +65,8 @@ class Front:
             await send(message)
 
         try:
+            if not self.keys:
+                _check_local(headers)
             scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
             if b"content-length" in headers and b"transfer-encoding" in headers:
                 # a proxy may believe the one, and this server the other: what follows could be another's request
@@ -97,6 +103,21 @@ class Front:
         if kind.lower() != b"bearer" or not any(same):
             raise Refusal(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
         return tenant_of(own.strip().decode())
+
+
+def _check_local(headers: dict[bytes, bytes]) -> None:
+    """Refuse requests that a stranger's web page makes from a browser on this machine.
+
+    Such a page may send requests here and, once its own name leads here (DNS rebinding), read the answers too. Only
+    browsers send Origin.
+    """
+    for name in (b"host", b"origin"):
+        if (given := headers.get(name)) and not LOCAL.fullmatch(given.strip()):
+            raise Refusal(
+                403,
+                f"the header {name.decode()} names another machine, and a server without API keys answers only its "
+                "own: start it with --api-key-file, or send 'Host: localhost'",
+            )
 
 
 def tenant_of(key: str) -> str:

@@ -18,6 +18,7 @@ from tessera.serve.protocol import ChatBody, CompletionBody, Refusal, parse
 from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
 from tessera.serve.routing import choose, first_page
 from tessera.serve.summed import summed
+from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 """Route -> body, for the routes whose prompt decides which replica answers; any replica answers the other routes."""
@@ -25,6 +26,8 @@ OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-lengt
 """Headers of a replica's answer that the front sets itself."""
 BUSY = (429, 503)
 """Statuses with which a replica declines a request; another replica may have room."""
+MAX_LOST = 2
+"""Replicas that may be lost with a request before it fails: it may be what ends them, and must not end all."""
 
 
 class Relay:
@@ -38,7 +41,7 @@ class Relay:
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
         self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
-        self._encoding = asyncio.Lock()  # the tokenizer is not thread-safe
+        self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request whose body is one message (see `Front`); stop at once if its client disconnects."""
@@ -95,7 +98,7 @@ class Relay:
         if self.replicas.draining and scope["method"] == "POST":
             raise Refusal(503, "the server is shutting down", retry_s=30)
         key = await self._key(scope, body)
-        tried, response = set(), refusal_response(Refusal(503, "no replica is ready", retry_s=5))
+        tried, lost, response = set(), 0, refusal_response(Refusal(503, "no replica is ready", retry_s=5))
         with self.replicas.counted():
             while left := [replica for replica in self.replicas.ready if replica not in tried]:
                 replica = choose(key, left, self.margin)
@@ -103,7 +106,10 @@ class Relay:
                 try:
                     with replica.counted():
                         response = await self._ask(replica, scope, body, send)
-                except Lost:
+                except Lost as error:
+                    lost += 1
+                    if lost == MAX_LOST:
+                        raise Refusal(500, "the replicas that should answer were lost: ask again") from error
                     self.replicas.retried += 1
                     continue
                 if response is None or response.status_code not in BUSY:
@@ -115,22 +121,26 @@ class Relay:
         schema = PROMPTS.get(scope["path"])
         if schema is None or scope["method"] != "POST":
             return None
-        async with self._encoding:
-            return await asyncio.to_thread(lambda: first_page(parse(schema, body), self.tokenizer, scope[TENANT]))
+        tenant = scope[TENANT]
+        return await self._encoding.run(tenant, lambda: first_page(parse(schema, body), self.tokenizer, tenant))
 
-    def _key_of(self, scope: Message) -> dict[str, str]:
+    def _key_of(self, scope: Message) -> dict[bytes, bytes]:
         """Return the header with the client's API key, by which the replica knows the tenant; {} without API keys."""
-        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        return {"Authorization": given} if self.replicas.launcher.keys and given else {}
+        given = dict(scope["headers"]).get(b"authorization")
+        return {b"Authorization": given} if self.replicas.launcher.keys and given else {}
 
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
         """Pass a request to a replica; return its whole answer, or pass a stream on and return None.
 
         Raises:
             Lost: the replica was lost before the client saw a byte.
+            Refusal: the request names no path, as CONNECT does, or a wrong query.
         """
-        begun, query = False, scope["query_string"].decode("latin-1")
-        url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (f"?{query}".encode() if query else b""))
+        begun, query = False, scope["query_string"]
+        try:
+            url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (b"?" + query if query else b""))
+        except httpx2.InvalidURL:
+            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}") from None
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:

@@ -21,7 +21,8 @@ from tessera.serve.protocol import ChatBody, CompletionBody
 PAGE = 64
 """Tokens of the routing key: the smallest page of any platform, so that prompts that share a page share their key."""
 CHARACTERS = 2048
-"""Characters of each text to encode for the key: 64 tokens are seldom more, and encoding a book would take seconds."""
+"""Characters of a prompt, or of all messages, to encode for the key: 64 tokens are seldom more, and encoding a book
+would take seconds, while other requests wait."""
 
 
 class Choice(Protocol):
@@ -39,7 +40,7 @@ def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, ten
     """
     try:
         tokens = _tokens(body, tokenizer)
-    except ValueError:  # the replica refuses the conversation, and says why
+    except (ValueError, RecursionError):  # the replica refuses the conversation, and says why
         return None
     if len(tokens) < PAGE:
         return None
@@ -70,10 +71,16 @@ def _tokens(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> Seq
         return [] if tokenizer is None else tokenizer.encode(prompt[:CHARACTERS])
     if tokenizer is None:
         return []
-    return tokenizer.encode_chat([_cut(message.plain()) for message in body.messages])
+    return tokenizer.encode_chat(_cut([message.plain() for message in body.messages]))
 
 
-def _cut(message: dict[str, Any]) -> dict[str, Any]:
-    calls = json.dumps(message.get("tool_calls", []))
-    short = message if len(calls) <= CHARACTERS else {k: v for k, v in message.items() if k != "tool_calls"}
-    return short | {"content": message["content"][:CHARACTERS]}
+def _cut(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all messages, with the first `CHARACTERS` of their texts and calls."""
+    found, left = [], CHARACTERS
+    for message in messages:
+        calls = json.dumps(message.get("tool_calls", []))
+        kept = message if len(calls) <= left else {k: v for k, v in message.items() if k != "tool_calls"}
+        left -= len(calls) if "tool_calls" in kept else 0
+        found.append(kept | {"content": message["content"][:left]})
+        left -= len(found[-1]["content"])
+    return found

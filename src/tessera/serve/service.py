@@ -61,12 +61,14 @@ class Service:
         build: builds a fresh engine.
         queue: maximum number of requests that wait for a row of the engine's batch.
         metrics: counters to update.
+        shared: whether there are several tenants. One then holds at most as many requests as it leaves free, so that no
+            tenant keeps the others out.
     """
 
-    def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics):
+    def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics, shared: bool = False):
         self._build, self._engine, self.metrics = build, build(), metrics
         metrics.scheduler(lambda: self._engine.scheduler)
-        self.room = (self._engine.slots or 1) + queue
+        self.room, self.shared = (self._engine.slots or 1) + queue, shared
         self._changed = threading.Condition()
         self._new: list[Job] = []
         self._cancelled: list[Job] = []
@@ -100,17 +102,23 @@ class Service:
                 raise Refusal(503, "the server is shutting down", retry_s=30)
             if not self.ready:
                 raise Refusal(503, "the server is warming up", retry_s=5)
-            if len(requests) > self.room:
-                raise Refusal(400, f"{len(requests)} answers are more than the {self.room} that this server can hold")
-            if self.open + len(requests) > self.room:
+            most = self.room // 2 if self.shared else self.room
+            if len(requests) > most:
+                raise Refusal(400, f"{len(requests)} answers are more than the {most} that this server can hold")
+            kept = len(requests) + self._held_by(requests[0][0].tenant) if self.shared else 0  # for other tenants
+            if self.open + len(requests) + kept > self.room:
+                room = ", and keeps room for other API keys" if self.shared else ""
                 raise Refusal(
-                    429, f"the server holds {self.open} of {self.room} requests: try again later", retry_s=RETRY_S
+                    429, f"the server holds {self.open} of {self.room} requests{room}: try again later", retry_s=RETRY_S
                 )
             now_s = time.perf_counter()
             jobs = [Job(request, deliver, now_s) for request, deliver in requests]
             self._new += jobs
             self._changed.notify()
         return jobs
+
+    def _held_by(self, tenant: str) -> int:
+        return sum(job.request.tenant == tenant for job in (*self._new, *list(self._jobs.values())))
 
     def policy_of(self, request: Request) -> str:
         """Return the name of the policy under which a request's last token would run."""

@@ -168,6 +168,6 @@ def start(
             for tokens in pins:
                 logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
 
-    service = Service(build, queue=queue, metrics=Metrics())
+    service = Service(build, queue=queue, metrics=Metrics(), shared=len(tenants) > 1)
     service.start(warm, prepare)
     return service
