@@ -79,7 +79,7 @@ class Kernel:
 
     @property
     def family(self) -> str:
-        """Return the kernel's name without its role; the kernels of all roles share it."""
+        """Return the kernel's name without its role, such as "xla_prefill"; a family's kernels, one per role, share it."""
         return self.name.rpartition("_")[0]
 
     @property

@@ -24,7 +24,7 @@ class StoredPrefix(Prefix):
         super().__init__(Pages(paging.num_pages, paging.page), salt, None if self.spill is None else self._store)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest run of hashes in memory or on disk, as `Prefix.match` does.
+        """Return the pages of the leading hashes, up to the first that is neither in memory nor on disk.
 
         `hashes` starts at a sequence's first page, or at a page that is in memory.
         """

@@ -3,7 +3,7 @@
 Predicted step times advance the clock. The loop is that of the paged engine: admit requests, decode one token of every
 answering row, prefill what the scheduler allows, publish the pages that prefill filled. A request gets the pages of its
 prompt when it is admitted, and its answer takes more as it grows. When rows or pages run out, the scheduler may choose
-a running request that gives up its own and waits again.
+a running request, which then gives up its row and pages and waits again.
 """
 
 from collections import Counter

@@ -27,7 +27,7 @@ from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 from tessera.workbench.studies import validation
 
-COMMAND = "tessera study tpu-figures --timings FOLDER, and --report"
+COMMAND = "tessera study tpu-figures --timings FOLDER; tessera study tpu-figures --report"
 STORE = Path("evidence/tpu-figures.jsonl")
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
