@@ -52,7 +52,7 @@ class Kernel:
             counts turn a compiled schedule into an estimated time without the chip. The field is None if the kernel has
             no such estimate.
         capability: compute capabilities that the kernel needs; None if it does not depend on them.
-        library: vendor library that compiles the kernel, which needs the chip; None if XLA or Pallas compiles it.
+        library: vendor library that compiles the kernel, only on its chip; None if XLA or Pallas compiles it.
         automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
             None for no limit.
         scaled: whether the kernel also reads int8 keys and values with scales.
@@ -79,7 +79,7 @@ class Kernel:
 
     @property
     def family(self) -> str:
-        """Return the kernel's name without its role, such as "xla_prefill"; a family's kernels, one per role, share it."""
+        """Return the kernel's name without its role, e.g. "xla_prefill": a family has a kernel for each role."""
         return self.name.rpartition("_")[0]
 
     @property

@@ -149,7 +149,7 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return a list length C with room for every budget of `select_tiles`, wherever the queries lie among num_keys keys.
+    """Return a list length C with room for every budget of `select_tiles` at any position among num_keys keys.
 
     Raises:
         ValueError: the fraction is traced, or an argument is out of range.
