@@ -250,15 +250,14 @@ def test_an_odd_address_or_key_gets_no_5xx_from_the_front(front, sent, status):
 
 
 def test_the_front_reads_only_the_start_of_a_conversation(front):
+    many = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "y" * 1500}] * 2000
+    cut = routing._cut(many)
+    assert len(cut) == len(many)
+    assert sum(len(message["content"]) for message in cut) == routing.CHARACTERS
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "[" * 900 + "]" * 900}}
-    many = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 2000
-    for messages in (many, [{"role": "assistant", "tool_calls": [call]}]):
-        began = time.monotonic()
-        found = httpx.post(
-            f"{front.url}/v1/chat/completions", json={"messages": messages}, headers=HEADERS, timeout=LIMIT_S
-        )
-        assert found.status_code == 400, found.text[:300]
-        assert time.monotonic() - began < 10
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    found = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=LIMIT_S)
+    assert found.status_code == 400, found.text[:300]
 
 
 def test_a_request_that_ends_replicas_does_not_end_all(front, monkeypatch):
