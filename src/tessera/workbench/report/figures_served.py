@@ -5,16 +5,19 @@ from typing import Any
 
 from tessera.core.units import three
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, provenance
+from tessera.workbench.report.markdown import markdown, newest, provenance
 
 OP = "serving figure"
 
 
 def figures(records: Sequence[Record]) -> str:
-    """Show each figure's median and range over its runs, its goal, and whether it met the goal (misses in bold)."""
-    chosen = [r for r in records if r.what.op == OP]
+    """Show each figure's median and range over its runs, its goal, and whether it met the goal (misses in bold).
+
+    Of several records of a case, only the newest is shown: its figures are ratios and counts.
+    """
+    chosen = newest(r for r in records if r.what.op == OP)
     rows = []
-    for record in sorted(chosen, key=lambda r: r.where.machine):
+    for record in sorted(chosen, key=lambda r: r.what.workload):
         lead = [record.what.title]
         if record.error:
             rows.append([*lead, "", record.error, "", "**failed**"])
