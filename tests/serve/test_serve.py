@@ -18,6 +18,7 @@ import openai
 import pytest
 from live_server import CONTEXT, KEY, Running, start, tiny_model
 
+from tessera.runtime.pool import Paging
 from tessera.runtime.requests import Failure, Request
 from tessera.serve import front, server, warm
 from tessera.serve import load as load_client
@@ -471,6 +472,12 @@ def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
 
     assert main(["serve", model.source, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_pins_that_leave_no_room_for_a_request_are_refused_at_once(model):
+    paging = Paging(num_pages=9, page=64, unit=64, sizes=(64,), batches=(1,))
+    with pytest.raises(ValueError, match="--pin keeps 4 pages .2 times.* has 3"):
+        warm.start(model, context=300, slots=1, queue=1, paging=paging, pins=[[5] * 130], tenants=("one", "two")).stop()
 
 
 def test_a_file_of_keys_may_come_from_any_editor(tmp_path):

@@ -1,4 +1,7 @@
-"""The commands `tessera study NAME` and their flags. Studies are long, need no chip, and resume where they stopped."""
+"""The commands `tessera study NAME` and their flags.
+
+Studies need no chip. The long ones resume where they stopped; `serving` does so only with --resume.
+"""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -300,7 +303,7 @@ STUDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a long study that needs no chip; it resumes where it stopped. `--report` stores its records."""
+    """Run a study, which needs no chip. The long ones resume where they stopped. `--report` stores the records."""
 
     name: Union[*(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in STUDIES.items())]
 

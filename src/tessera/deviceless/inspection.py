@@ -58,7 +58,7 @@ class Inspection:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
 
     def intensities(self) -> tuple[float, float]:
-        """Return (flops per byte of the call, flops per byte from which the peak rate, not memory, limits a call)."""
+        """Return the call's flops per byte, and the least at which the peak rate, not memory, limits a call."""
         return self.flops / self.moved_bytes if self.moved_bytes else 1.0, self.peak.flops_per_s / self.peak.bytes_per_s
 
     def print_table(self) -> None:

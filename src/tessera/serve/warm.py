@@ -150,8 +150,18 @@ def start(
         paging: sizes of the pool; None takes those of `paging_for`.
         pins: prefixes whose keys every tenant finds in the cache.
         tenants: all tenants.
+
+    Raises:
+        ValueError: the pool has no room for the pinned pages of all tenants and a request of `context` tokens.
     """
     paging = paging_for(model, slots=slots, context=context) if paging is None else paging
+    kept = sum(len(tokens) // paging.unit for tokens in pins) * (paging.unit // paging.page) * len(tenants)
+    most = paging.num_pages - 1 - round_up(context, paging.unit) // paging.page
+    if kept > most:
+        raise ValueError(
+            f"--pin keeps {kept} pages ({len(tenants)} times, once per API key); with room for a request of {context} "
+            f"tokens the pool has {most}: name more --pages, a smaller --context or shorter files"
+        )
 
     def build() -> Engine:
         return model.engine(slots=slots, num_keys=context, paging=paging)

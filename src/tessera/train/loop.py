@@ -93,9 +93,9 @@ def loss_sums(
     dtype: str,
     mesh: Mesh | None = None,
 ) -> Sums:
-    """Compute `Sums` over a batch of tokens [B,T+1] with weights [B,T]; activations in `dtype`, loss in float32.
+    """Compute `Sums` over a batch of tokens [B,T+1] with loss weights [B,T]; activations in `dtype`, loss in float32.
 
-    Weights that the mesh splits are gathered where they are used.
+    Parameters that the mesh splits are gathered where they are used.
     """
     if has_quantised(params):
         raise ValueError("quantised weights cannot be trained, as integers have no gradient: load without weights=")

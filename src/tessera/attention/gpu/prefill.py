@@ -137,7 +137,7 @@ def fetch_int8(refs: Refs, item: Item, cut: Cut) -> None:
 
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
-    """Run a compute warpgroup: absorb every key block of the range for its 64 rows, then write out and lse."""
+    """Run a compute warpgroup: absorb every key block of the range for its 64 rows, then write `out` and `lse`."""
     plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else COMPUTE_REGISTERS, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])

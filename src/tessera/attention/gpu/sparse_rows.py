@@ -133,7 +133,7 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
-    """Run a compute warpgroup: absorb every block of the list for its rows, then write out and lse."""
+    """Run a compute warpgroup: absorb every block of the list for its rows, then write `out` and `lse`."""
     plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else LIST_COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]

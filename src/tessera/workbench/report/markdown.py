@@ -20,7 +20,8 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 def current(records: Iterable[Record]) -> list[Record]:
     """Return the last record of each key and series (see `series`). A key includes the machine.
 
-    A time with too few samples for an interval never replaces one with an interval at the same sizes and settings.
+    A time with too few samples for an interval does not replace one with an interval at the same sizes and settings,
+    unless an error of the same command came in between.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:

@@ -66,7 +66,8 @@ def days(records: Sequence[Record]) -> str:
             said += (
                 f"; their share in the limits {' and '.join(quantity(s, 'fraction') for s in facts['others_in_slo'])}"
             )
-            said += f"; from the cache {' and '.join(quantity(s, 'fraction') for s in facts['others_cached_share'])}"
+            shares = " and ".join(quantity(share, "fraction") for share in facts["others_cached_share"])
+            said += f"; their prompt tokens from the cache {shares}"
         else:
             said = f"{facts['submitted']:,} requests, {facts['lost']} lost, {quantity(facts['in_slo'], 'fraction')} in "
             said += f"the limits; replicas busy {quantity(facts['busy'], 'fraction')}; {facts['preempted']} gave way"

@@ -334,7 +334,9 @@ def study(options: Any) -> int:
 
 
 def installed() -> Path:
-    """Return the folder of timings in the peer's installed wheel, or PEER_PYTHON, which `missing` then reports."""
+    """Return the folder of timings in the peer's installed wheel; if there is none, PEER_PYTHON, so that `missing`
+    reports it.
+    """
     return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
 
 
