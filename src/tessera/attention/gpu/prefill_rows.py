@@ -189,7 +189,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Absorb key blocks [first, stop) with overlap (see `Config`): at least one, and every row sees them in full."""
+        """Absorb key blocks [first, stop) with overlap (see `Config`): at least one, which every row sees in full."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
