@@ -51,7 +51,7 @@ def test_flags_of_a_model_are_refused_without_one(flags, chip, capsys, monkeypat
 
 
 ENDS = [
-    (out_of_time(4.0), 3, "was not compiled in time", "took longer than --limit-s 4 and was stopped"),
+    (out_of_time(4.0), 3, "was not compiled in time", "was stopped at --limit-s 4"),
     (CompileError("VMEM", "16 MiB", "it is full", "take less"), 1, "does not compile", "16 MiB"),
 ]
 

@@ -233,8 +233,8 @@ def test_a_programs_time_counts_every_turn_of_its_loops():
     [
         ("s32[8,128]{1,0:T(8,128)S(1)} fusion(", "s32[8,128]{1,0:T(8,128)S(1)} gather(", "has a gather"),
         ("%doubled = f32[1024,1024]{1,0:T(8,128)} fusion(", "%doubled = f32[8] call-start(", "of unknown time"),
-        ("direction=LT", "direction=NE", "turns of the loop"),
-        ("constant(16)", "parameter(1)", "turns of the loop"),
+        ("direction=LT", "direction=NE", "number of iterations"),
+        ("constant(16)", "parameter(1)", "number of iterations"),
     ],
 )
 def test_what_has_no_estimate_is_refused_and_not_free(old, new, words):

@@ -493,7 +493,7 @@ def test_what_cannot_run_is_refused(model):
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         real.run(model, None, suite="nosuch")
     short = dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=256))
-    with pytest.raises(ValueError, match="context of 256 tokens is shorter"):
+    with pytest.raises(ValueError, match="context of 256 tokens is too short"):
         real.run(short, None)
     with pytest.raises(ValueError, match="has no tokenizer"):
         real.run(dataclasses.replace(model, tokenizer=None), None)
