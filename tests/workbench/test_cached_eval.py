@@ -42,7 +42,7 @@ def test_the_control_rounds_to_fifteen_levels():
     assert np.all(found[0, 0] == 0)
 
 
-@pytest.mark.parametrize(("lack", "reason"), [("tokenizer", "has no tokenizer"), ("context", "512 tokens is too short")])
+@pytest.mark.parametrize(("lack", "reason"), [("tokenizer", "has no tokenizer"), ("context", "context of 512 tokens")])
 def test_what_cannot_be_judged_is_refused(lack, reason, tmp_path):
     model = Model(config=CONFIG, params=random_params(CONFIG), tokenizer=byte_tokenizer(), policy=Dense())
     model = replace(model, tokenizer=None) if lack == "tokenizer" else model
