@@ -144,8 +144,8 @@ class Scheduler:
         policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
         ageing: every so many decisions, the oldest late request goes first.
         patience: maximum decode steps in a row without prefill while a prompt waits.
-        burst: tokens by which a tenant may be ahead of its share before it goes after the others. A smaller one makes
-            a tenant that sends two long documents late although nobody asks too much.
+        burst: tokens by which a tenant may be ahead of its share before it goes after the others. A smaller one delays
+            a tenant that sends two long documents even if no tenant sends too much.
 
     Raises:
         ValueError: a parameter is out of range.

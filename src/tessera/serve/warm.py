@@ -95,9 +95,14 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     if count < one:
         raise ValueError(f"--pages {count} must be at least {one}, for one request of {context} tokens")
     require((count + 1) * size, [device], f"a pool of {count} pages", "name fewer --pages, or a smaller --context")
-    batches = (slots,) if exact else tuple(sorted({1, *(n for n in BATCHES if n < slots), slots}))
+    batches = (slots,) if exact else decode_batches(slots)
     sizes = sizes[-1:] if exact else sizes
     return Paging(num_pages=count + 1, page=page, unit=unit, sizes=sizes, batches=batches)
+
+
+def decode_batches(slots: int) -> tuple[int, ...]:
+    """Return the rows of each decode program of a server with so many slots, ascending."""
+    return tuple(sorted({1, *(n for n in BATCHES if n < slots), slots}))
 
 
 def grammars_for(model: Model) -> Grammars | None:

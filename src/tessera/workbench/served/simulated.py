@@ -10,7 +10,7 @@ import numpy as np
 
 from tessera.core.shapes import ceil_div
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
-from tessera.serve.warm import BATCHES, SIZES
+from tessera.serve.warm import SIZES, decode_batches
 from tessera.workbench.served.child import Client, Server
 from tessera.workbench.served.speed import LOAD, Found, poisson
 from tessera.workbench.served.stand import SLOTS, Sizes, Stand, first_s, percentile
@@ -72,8 +72,7 @@ def first_of(costs: LinearCosts, step_s: float, sizes: Sizes, starts_s: Sequence
     _, unit, more = SIZES["cpu"]
     steps = tuple(sorted({unit, *more}))
     scheduler = Scheduler(costs, unit=unit, sizes=[rows // unit for rows in steps], step_s=step_s)
-    batches = tuple(sorted({1, *(size for size in BATCHES if size < SLOTS), SLOTS}))
-    replica = Replica(scheduler, sizes.pages, slots=SLOTS, costs=Padded(costs=costs, batches=batches))
+    replica = Replica(scheduler, sizes.pages, slots=SLOTS, costs=Padded(costs=costs, batches=decode_batches(SLOTS)))
     for number, at_s in enumerate(starts_s):
         replica.run_until(at_s)
         replica.submit(arriving(number, at_s, costs, sizes, unit))
