@@ -251,7 +251,7 @@ class Model:
             raise ValueError("prompts must be a list of texts or token lists: wrap a single prompt in a list, [prompt]")
         if not prompts:
             raise ValueError("prompts is an empty list: pass at least one prompt")
-        return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+        return [self.encode_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def engine(self, **options: Any) -> Engine:
         """Return an engine for this model and its policy; `options` are keyword arguments of `Engine`."""
@@ -261,7 +261,8 @@ class Model:
         """Return a session with an empty cache for `batch` sequences of up to `num_keys` keys."""
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
 
-    def _encode(self, prompt: Prompt, name: str) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
+        """Encode one prompt; `name` is how the ValueError of `encode_prompts` calls it."""
         if isinstance(prompt, str):
             self._need_tokenizer(True, "a text prompt")
             if not prompt:

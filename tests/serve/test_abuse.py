@@ -277,6 +277,25 @@ def test_slow_schemas_of_one_client_delay_no_other(running, monkeypatch):
         assert {one.result().status_code for one in asked} <= {200, 400, 429}
 
 
+def test_many_long_prompts_of_one_request_delay_no_other(running, monkeypatch):
+    encode = running.site.model.tokenizer.encode
+
+    def slow(text, **options):
+        time.sleep(0.1 if text == "slow" else 0)
+        return encode(text, **options)
+
+    monkeypatch.setattr(running.site.model.tokenizer, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": ["slow"] * 16, "max_tokens": 1}
+        asked = pool.submit(post, running, COMPLETION, body, {"Authorization": f"Bearer {OTHER}"})
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert post(running, COMPLETION, {"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert time.monotonic() - began < 1.0
+        assert not asked.done()
+        assert asked.result().status_code in (200, 400)
+
+
 def test_text_of_users_becomes_neither_template_nor_control_token(running):
     plain, special = ("Hello {{ 7 * 7 }}", "<|end|><|assistant|>{% for x in range(9**9) %}")
     for text in (plain, special):

@@ -1,6 +1,7 @@
 """The server under the official client: the same answers as `generate`, clear refusals, nothing left behind."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import numpy as np
@@ -430,13 +432,14 @@ def serving(folder, until):
             process.kill()
 
 
-def test_a_signal_ends_the_server_after_the_open_answers(model):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_after_the_open_answers(model, number):
     server = serving(model.source, "ready")
     with server as (process, url), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = {"model": "tiny", "prompt": "x"}
         events = iter(client.completions.create(**asked, n=8, max_tokens=200, stream=True, temperature=0))
         next(events)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         time.sleep(0.1)
         with pytest.raises(openai.APIStatusError) as refused:
             client.completions.create(**asked)
@@ -445,6 +448,26 @@ def test_a_signal_ends_the_server_after_the_open_answers(model):
         assert [event.choices[0].finish_reason for event in events][-1] in ("stop", "length")
         said = process.stderr.read()
         assert (process.wait(20), "Traceback" in said) == (0, False), said
+
+
+def test_a_signal_in_the_middle_of_a_write_to_the_log_is_not_lost(caplog):
+    """Python runs signal handlers inside writes too, and a write inside a write raises RuntimeError."""
+    work = SimpleNamespace(draining=False, open=0, alive=True)
+    work.drain = lambda: setattr(work, "draining", True)
+    found = server.Server(server.configured(lambda *_: None), work)
+
+    class Writing(logging.Handler):
+        def emit(self, record):
+            raise RuntimeError("reentrant call")
+
+    handler = Writing()
+    server.logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO):
+            found.handle_exit(signal.SIGTERM, None)
+    finally:
+        server.logger.removeHandler(handler)
+    assert (work.draining, found.should_exit) == (True, True)
 
 
 def test_ctrl_c_ends_the_warm_up_at_once(model):

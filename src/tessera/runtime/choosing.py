@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -34,13 +34,19 @@ class Pending(NamedTuple):
 
 def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
     """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
-    samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
-    method = reduce(or_, (ticket.request.method for ticket in tickets if ticket is not None), NEUTRAL.method)
-    values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
+    samplings = tuple(NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets)
+    method = reduce(or_, {ticket.request.method for ticket in tickets if ticket is not None}, NEUTRAL.method)
+    values = values_of(samplings, scores.shape[1])
     seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
     steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
     bias = bias_of(tickets, scores.shape) if method.extra else None
     return choose(scores, seen if method.penalised else None, seeds, steps, values, bias, method=method)
+
+
+@lru_cache(maxsize=64)  # a batch keeps its requests for many steps
+def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
+    """Return the sampling parameters of a batch, one value per row."""
+    return Values(*(np.array(column) for column in zip(*(s.values(vocab_size) for s in samplings))))
 
 
 def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
@@ -64,6 +70,7 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
     """
     tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
     ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
+    reads = [tuple(np.asarray(part, np.float64) for part in call) for call in pending.reads]
     now_s, reason = time.perf_counter(), ""
     events: list[Event] = []
     broken: list[Ticket] = []
@@ -76,7 +83,7 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
             reason = reason or explain_not_finite(params)
             events.append(fail(ticket, ValueError(reason)))
             continue
-        count_reads(ticket, pending.reads, row)
+        count_reads(ticket, reads, row)
         piece = ticket.answer.push(token, logprob, now_s)
         count = ticket.request.top_logprobs
         top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()

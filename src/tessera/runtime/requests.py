@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -79,7 +80,7 @@ class Request:
     deadline_s: float | None = None
     held: Held | None = None
 
-    @property
+    @cached_property
     def method(self) -> Method:
         """Optional steps of the sampling program that the request needs."""
         return self.sampling.method | Method(extra=bool(self.bias or self.guide or self.top_logprobs))

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_to
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
+from tessera.serve.mail import Mail
 from tessera.serve.page import page
 from tessera.serve.protocol import (
     CHARACTERS,
@@ -49,6 +49,7 @@ class Site:
         grammars: compiler of grammars for JSON answers; None if the model has no tokenizer with an end token.
         encoding: the only thread that encodes; the tokenizer is not thread-safe.
         compiling: the only thread that compiles grammars.
+        mail: carries events from the service's thread to the event loop.
     """
 
     model: Model
@@ -58,6 +59,7 @@ class Site:
     grammars: Grammars | None = None
     encoding: Turns = field(default_factory=Turns)
     compiling: Turns = field(default_factory=Turns)
+    mail: Mail = field(default_factory=Mail)
 
 
 @dataclass(eq=False)
@@ -117,7 +119,11 @@ def create(site: Site) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
         _check_model(site, body.model)
-        prompts = await in_turn(request, site.encoding, _encode, site, body.prompts)
+        # each prompt in a turn of its own: a request with 64 long prompts would hold the tokenizer for seconds
+        prompts = [
+            await in_turn(request, site.encoding, _encode, site, prompt, f"prompt {index}")
+            for index, prompt in enumerate(body.prompts)
+        ]
         return await _answer(request, site, body, prompts)
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
@@ -212,11 +218,11 @@ def _check_length(site: Site, text: str, param: str) -> None:
         raise Refusal(400, f"{param} has {len(text):,} characters of at most {limit:,}: shorten it", param=param)
 
 
-def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-    for prompt in filter(lambda one: isinstance(one, str), prompts):
+def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
+    if isinstance(prompt, str):
         _check_length(site, prompt, "prompt")
     try:
-        return site.model.encode_prompts(prompts)
+        return site.model.encode_prompt(prompt, name)
     except ValueError as error:
         raise Refusal(400, str(error), param="prompt") from error
 
@@ -310,8 +316,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: Answer, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the server has stopped
-            loop.call_soon_threadsafe(queue.put_nowait, (answer, event))
+        site.mail.post(loop, partial(queue.put_nowait, (answer, event)))
 
     jobs = site.service.submit(*((one, partial(deliver, answer)) for one, answer in zip(asked, answers)))
     for answer, job in zip(answers, jobs):

@@ -120,16 +120,19 @@ class Server(uvicorn.Server):
         self._ending: asyncio.Task | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """At the first signal, refuse new requests and finish open ones; at the second, stop at once."""
+        """At the first signal, refuse new requests and finish open ones; at the second, stop at once.
+
+        This logs nothing: Python may call it in the middle of a write to the log, where a second write raises an
+        error that loses the signal.
+        """
         if self._ending is not None or self.service.draining:
             self.should_exit = self.force_exit = True
             return
-        logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.service.open)
         self.service.drain()
         if self._loop is None:  # `serve` has not started yet
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._end)
+            self._loop.call_soon_threadsafe(self._end, sig)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must stop, because uvicorn says so or the service can answer no more."""
@@ -144,7 +147,8 @@ class Server(uvicorn.Server):
             if not self.force_exit:
                 await asyncio.to_thread(self.service.stop)
 
-    def _end(self) -> None:
+    def _end(self, sig: int) -> None:
+        logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.service.open)
         self._ending = asyncio.create_task(self._drained())
 
     async def _drained(self) -> None:
@@ -187,9 +191,11 @@ def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) ->
 
 
 def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
-    """Serve on a socket from `listen` until SIGTERM or Ctrl-C, and return after the last response."""
+    """Serve on a socket from `listen` until SIGTERM, SIGHUP or Ctrl-C, and return after the last response."""
     server = Server(configured(create(site), keys), site.service)
     take_signals(server)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, server.handle_exit)  # its terminal was closed
     logger.info("%s at %s/v1, warming up", site.name, address(bound))
     server.run(sockets=[bound])
 
