@@ -30,7 +30,7 @@ SETTLED = 0.1
 """Share of REQUESTS that end before `leaks` first reads the memory. By then, allocators and caches have grown."""
 PROMPTS = 1000
 """Number of prompts that `exact` sends, first one at a time, then SLOTS at a time."""
-KILLS = 20
+KILLS = 100
 COMPILED = "tessera:recompiles_total"
 
 

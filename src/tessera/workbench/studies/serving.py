@@ -130,7 +130,7 @@ CASES: Mapping[str, Case] = {
     ),
     "kills": Case(
         measure=faults.kills,
-        title="kill -9 at 20 random points, with a disk cache",
+        title="kill -9 at 100 random points, with a disk cache",
         goals={
             "damaged": Goal("damaged files", "<=", 0),
             "differing": Goal("answers that differ from those without a disk cache", "<=", 0),
