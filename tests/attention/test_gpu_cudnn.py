@@ -175,9 +175,9 @@ class Device:
 @pytest.mark.parametrize(
     ("capability", "mosaic", "cudnn"),
     [("9.0", None, None), ("8.0", "needs compute capability 9.0", None), ("7.5", "9.0", "needs compute capability 8.0"),
-     ("10.0", "needs compute capability 9.0 (Hopper), this GPU has 10.0", None),
-     ("gfx942", "9.0 (Hopper), this GPU has gfx942", "8.0 (Ampere) or later, this GPU has gfx942"),
-     (None, "9.0 (Hopper), this GPU has none", "8.0 (Ampere) or later, this GPU has none")],
+     ("10.0", "needs compute capability 9.0 (Hopper), but this GPU has 10.0", None),
+     ("gfx942", "9.0 (Hopper), but this GPU has gfx942", "8.0 (Ampere) or later, but this GPU has gfx942"),
+     (None, "9.0 (Hopper), but this GPU has none", "8.0 (Ampere) or later, but this GPU has none")],
 )  # fmt: skip
 def test_older_and_newer_chips_get_the_portable_path_with_the_reason(monkeypatch, capability, mosaic, cudnn):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
