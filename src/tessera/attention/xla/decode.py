@@ -1,6 +1,6 @@
 """Portable decode attention: one query row per sequence against a long cache, in plain XLA.
 
-Decode spends nearly all its time reading the KV cache. The G query heads of a KV head therefore share each read, and
+The speed of decode is limited by reading the KV cache. The G query heads of a KV head therefore share each read, and
 the whole cache is never copied. The number of blocks read is a run-time value that follows kv_len and the window, not
 the size of the cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H
 elements; the sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are
