@@ -6,7 +6,7 @@ whole sum. The first thread blocks merge the splits (`split_merge`). Each other 
 values, 4 bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read
 nothing. The decode kernel does not write units that no row sees, so they are masked by position.
 
-Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
+Work: one exponential per (row, unit). The time is bounded by reading the bank once, at 4 bytes per row and unit.
 """
 
 import functools
