@@ -16,8 +16,8 @@ s <= r - d * w, which is the causal rule with q_start = -d * w. The bytes sent p
 formula, with one maximum and one sum over the devices.
 
 The devices' tile masses cannot be added up, because a mass is a sum over rows, and each device normalises each row by
-its own lse. In prefill, the score role therefore gathers K and V over the axis, and each device scores its own rows. In
-decode, each device keeps one mass per query head until the lse over all devices is known.
+the lse of that device's keys alone. In prefill, the score role therefore gathers K and V over the axis, and each device
+scores its own rows. In decode, each device keeps one mass per query head until the lse over all devices is known.
 
 Calls with a sliding window are refused: a kernel's window counts consecutive positions, but consecutive slots of a
 device are not consecutive positions. Softcap and scale act on single scores, so they need no exchange.
@@ -39,8 +39,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.core.mesh import CONTEXT as AXIS
 
 Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], AttentionOut]
-"""Type of run(q, kv, spec, positions, selection): runs one attention call on one device, on the kernel that `dispatch`
-chooses."""
+"""Type of run(q, kv, spec, positions, selection), which runs one attention call on one device with the kernel that
+`dispatch` chooses."""
 
 
 class Stripes(NamedTuple):
@@ -302,7 +302,7 @@ def _take_stripe(x: Float[Array, "B K S H"], slot: Int32[Array, "B"], width: int
 def localise(
     selection: Selection, stripes: Stripes, tile: int, rank: Array, low: Array, high: Array, most: int
 ) -> Selection:
-    """Return the listed tiles whose index in the cache of device `rank` is in [low, high), as that index minus `low`.
+    """Return the listed tiles that device `rank` holds at an index in [low, high) of its cache, as that index - `low`.
 
     Args:
         selection: lists of absolute tile ids [B,K,I,C].
@@ -324,7 +324,7 @@ def localise(
 def _merge(parts: tuple[AttentionOut, ...], dtype, *, scatter: bool) -> AttentionOut:
     """Merge results of the same rows over different keys: the `parts` of this device and those of all other devices.
 
-    With `scatter`, each device gets the merged result of its own stripe of rows; otherwise that of all rows.
+    With `scatter`, each device gets the merged result of its own stripe of rows; without it, that of all rows.
     """
     largest = parts[0].lse
     for part in parts[1:]:

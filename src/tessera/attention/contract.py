@@ -114,7 +114,7 @@ class AttentionOut(NamedTuple):
 
     Attributes:
         out: weighted values, in q's dtype.
-        lse: natural log of the sum of exp(z) over a row's visible keys, float32; -inf for a row that sees no key.
+        lse: natural log of the sum of exp(z) over the keys that a row reads, float32; -inf for a row that sees no key.
         mass: softmax probability of each key tile, summed over its keys and over the rows of each query tile
             (query_tile positions x G query heads per KV head), float32; None unless spec.mass.
     """

@@ -229,7 +229,7 @@ def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None
 
 
 def check_pages(q: Array, kv: KeyValues, spec: AttentionSpec, *, has_selection: bool) -> None:
-    """Raise ValueError unless the page table is int32 [B,J] and, if the call uses tiles, they divide a page."""
+    """Raise ValueError unless the page table is int32 [B,J] and, if the call uses tiles, the tile divides the page."""
     pages, page = kv.pages, kv.k.shape[-2] if kv.k.ndim == 4 else 0  # `check` refuses another number of axes
     if pages.ndim != 2 or pages.shape[0] != q.shape[0] or 0 in pages.shape or pages.dtype != jnp.int32:
         raise ValueError(

@@ -55,8 +55,8 @@ class Kernel:
         capability: compute capabilities that the kernel needs; None if it does not depend on them.
         library: vendor library that compiles the kernel, which it can do only on the kernel's own chip; None if XLA or
             Pallas compiles the kernel.
-        automatic_limit: largest call, in scores (B * N * T * S), that may run on the kernel if it names no backend;
-            None for no limit.
+        automatic_limit: largest call, in scores (B * N * T * S), for which the kernel is chosen without being named as
+            the backend; None for no limit.
         scaled: whether the kernel also reads int8 keys and values with scales.
         paged: whether the kernel also reads keys and values that are stored in pages.
     """

@@ -86,16 +86,16 @@ def raw_scores(
 ) -> tuple[Array, float]:
     """Return z [..., R, S] and a factor > 0 such that factor * z are the scores in bits.
 
-    `scale` [..., 1, S] holds the scales of int8 keys. Without a softcap, and if `scale_of` is positive, z is q.k and
-    the factor includes `scale_of`. A row's maximum can be taken before the factor is applied, so z need not be
-    rewritten between the maximum and the exponential.
+    `scale` [..., 1, S] holds the scales of int8 keys. Without a softcap, and if the scale on q.k (`scale_of`) is
+    positive, z is q.k and the factor includes that scale. A row's maximum can be taken before the factor is applied, so
+    z need not be rewritten between the maximum and the exponential.
     """
     z = dot(a, b, -1, -1)
     return in_bits(z if scale is None else z * scale, spec, a.shape[-1])
 
 
 def in_bits(z: Float[Array, "..."], spec: AttentionSpec, head_dim: int) -> tuple[Array, float]:
-    """Convert the products z = q.k to the result of `raw_scores`: z (softcap applied) and the factor to bits."""
+    """Turn the products z = q.k into the result of `raw_scores`: a new z, and the factor that converts it to bits."""
     factor = scale_of(spec, head_dim)
     if spec.softcap:
         return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E

@@ -4,8 +4,8 @@
 (inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor has two parts: a
 float32 score z has a rounding error of |z| * 2^-23, which the exponential turns into a relative error of the weight,
 and the output is rounded to the dtype once. Some kernels multiply q by the scale and round the product to the dtype
-before a matrix unit uses it; for these kernels, the naive path for lse and mass does the same. They also sum the
-rounded weights, which adds a relative error of at most half an epsilon of the dtype to the sum.
+before a matrix unit uses it; for these kernels, the naive path for lse and mass does the same. These kernels also sum
+the rounded weights, which adds a relative error of at most half an epsilon of the dtype to the sum.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
-    """Mark which of the S keys row t of query head `head` attends to: visible keys, and only listed ones if sparse."""
+    """Mark the keys that row t of query head `head` attends to: visible and, if the call has a selection, listed."""
     num_keys, group = call.k.shape[1], call.q.shape[2] // call.k.shape[2]
     s = np.arange(num_keys)
     p = int(call.q_start[b]) + t

@@ -32,7 +32,7 @@ def head_table(kv: KeyValues) -> Int32[Array, "X J"]:
 
 
 def whole_pages(kv: KeyValues, block_s: int) -> int:
-    """Round block_s up to whole pages, at most num_keys; return it unchanged if the keys are contiguous."""
+    """Round block_s up to whole pages, but to at most num_keys; return it unchanged if the keys are contiguous."""
     return block_s if kv.pages is None else min(round_up(block_s, kv.k.shape[-2]), kv.num_keys)
 
 

@@ -23,8 +23,8 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.core.shapes import ceil_div
 
 SLACK = 1e-3
-"""Part of a tile that is subtracted from the far budget before it is rounded up to whole tiles, so that float32 errors
-never add a tile."""
+"""Amount, in tiles, that is subtracted from the far budget before the budget is rounded up to whole tiles, so that
+float32 errors never add a tile."""
 
 OWN = 2**31 - 2
 """Rank of tiles that hold the query tile's own positions: above the rank of every mass. `keep_largest` adds 1 to ranks,
@@ -153,7 +153,7 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return a list length C that holds every list of `select_tiles` with this budget, for queries anywhere in S keys.
+    """Return a list length C that holds every list of `select_tiles` with this budget, anywhere among num_keys keys.
 
     Raises:
         ValueError: the fraction is traced, or an argument is out of range.

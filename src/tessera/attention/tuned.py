@@ -1,4 +1,6 @@
-"""Tuned block sizes, which replace a kernel's default config. They ship as tables: one file per device, one row a line.
+"""Tuned block sizes, which replace a kernel's default config.
+
+They ship as tables, with one file per device and one row per line.
 
 A *measure* is a property of a call, such as its dtype or num_keys (see `measures`). A row applies to the calls of its
 kernel that match its *bucket*: a map from names of measures to the exact value that a call must have, or to the
@@ -56,7 +58,7 @@ class Row:
             if name not in MEASURES:
                 raise ValueError(f"bucket names {name!r}, which must be one of {', '.join(MEASURES)}")
             if isinstance(wanted, tuple) and not (len(wanted) == 2 and wanted[0] <= wanted[1]):
-                raise ValueError(f"bucket[{name!r}]={wanted} must be one value or an interval [low, high], low <= high")
+                raise ValueError(f"bucket[{name!r}]={wanted} must be a value or an interval [low, high], low <= high")
         if set(self.record) != {"file", "workload", "date"}:
             raise ValueError(f"record={dict(self.record)} must have exactly the keys file, workload and date")
 

@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of 64-row products that hold the G query heads of a KV head; no thread block computes two of them."""
+        """Number of 64-row products for the G query heads of a KV head; separate thread blocks compute them."""
         return ceil_div(self.groups, ROWS)
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper: the dense role, and the score role, which adds every key tile's mass in the same pass.
+"""Prefill attention for Hopper: the dense role, and the score role, which also computes tile masses in the same pass.
 
 A thread block computes 128 query rows of one head against all keys that they see. Each of two compute warpgroups holds
 64 rows. A third warpgroup fetches K and V by TMA into a ring of `stages` buffers of block_s keys each; the compute

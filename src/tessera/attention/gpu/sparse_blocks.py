@@ -154,8 +154,7 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """Compute the `Plan` of every list. Because ids ascend, each bound is the number of listed units before a position.
-    """
+    """Compute the `Plan` of every list. Ids ascend, so each bound is the number of listed units before a position."""
     spec, (tiles, count) = cut.spec, selection
     kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]

@@ -45,8 +45,7 @@ from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
 SCRATCH_BYTES = 128
-"""Bytes of shared memory for reductions across warps: few, because a row lies in one warp, so no reduction needs them.
-"""
+"""Bytes of shared memory for reductions across warps. A few suffice, because every row lies in one warp."""
 
 
 class Refs(NamedTuple):
@@ -280,7 +279,7 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
 
 
 class Source(NamedTuple):
-    """What differs between the kernels of this module: how keys get into shared memory, and how scores are masked.
+    """Differences between the kernels that use this module: how keys reach shared memory, and how scores are masked.
 
     Attributes:
         name: name of the kernel.

@@ -39,7 +39,7 @@ class Cut(NamedTuple):
         heads: KV heads per grid step. A group of heads and a split form a chain, whose steps run in order on one core.
         rows: the G query rows of a KV head, padded to whole registers.
         block_s: keys per block.
-        unit: keys per unit, the smallest copy.
+        unit: keys per unit.
         pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one piece per grid step.
         lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
             128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with

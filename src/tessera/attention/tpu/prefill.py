@@ -1,4 +1,4 @@
-"""Prefill attention for TPU: the dense role, and the score role, which adds every key tile's mass in the same pass.
+"""Prefill attention for TPU: the dense role, and the score role, which also computes tile masses in the same pass.
 
 A grid step computes one row block of a KV head (block_t tokens x G query heads, 2,048 to 4,096 rows) against one key
 block of block_s keys. A key block falls into one of four cases:
@@ -61,7 +61,7 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 BANK_BYTES = 24 << 20
-"""Target maximum bytes of VMEM for the banks (tile sums) of one row block; `default_config` limits the rows by it."""
+"""Target maximum bytes of VMEM for the banks (tile sums) of one row block; `default_config` limits its rows to fit."""
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
@@ -396,7 +396,7 @@ def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other block sizes, with and without row sums on the matrix unit, and state in VMEM or not."""
+    """Yield configs with other block sizes, and with `matrix_sums` and `state_in_vmem` on and off."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

@@ -137,8 +137,8 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Return `mask` and `real` of `absorb` for turn_t tokens from position `first` on and a chunk of keys from `start`
-    on."""
+    """Return the arguments `mask` and `real` of `absorb`, for the turn_t tokens from position `first` on and the chunk
+    of keys from position `start` on."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len

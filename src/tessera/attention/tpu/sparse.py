@@ -409,8 +409,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other numbers of rows, of keys per buffer and of keys per update, and with row sums on the
-    matrix unit or not."""
+    """Yield configs with other block sizes, and with `matrix_sums` on and off."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

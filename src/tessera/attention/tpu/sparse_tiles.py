@@ -226,7 +226,7 @@ class Next(NamedTuple):
 
     Attributes:
         slot: 0 for the even buffers in VMEM, 1 for the odd.
-        buffer: index along the list of the block_tiles entries to copy, in units of block_tiles.
+        buffer: which block_tiles entries of the list to copy: those from entry buffer * block_tiles on.
         counts: tiles to copy for each row block.
         own: whether the tiles belong to this grid step; otherwise they belong to the next.
     """

@@ -126,7 +126,7 @@ class Block(NamedTuple):
     Attributes:
         x: index of the block's first head along X = B * K.
         row: absolute position of each row.
-        valid: whether each row is no padding and sees a key.
+        valid: false for padding rows and for rows that see no key.
         kv_len: number of valid keys of each head's sequence.
         ranges: key blocks to visit, as `key_ranges` returns them.
     """

@@ -169,8 +169,8 @@ class Groups(NamedTuple):
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
         """Choose groups of up to `wanted` query tiles.
 
-        If a head has more query tiles than `wanted`, a group takes tiles of one head, in the number that needs the
-        least padding. Otherwise a group takes all tiles of one or more heads.
+        If a head has more query tiles than `wanted`, a group takes tiles of one head, as many as need the least
+        padding in total. Otherwise a group takes all tiles of one or more heads.
         """
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
