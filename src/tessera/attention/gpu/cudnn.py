@@ -34,7 +34,7 @@ from tessera.attention.kernel import Capability, Kernel
 AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
-"""Rows per block of the plain JAX path, whose scores are B * N * ROWS * S numbers."""
+"""Rows per block of the plain JAX path. The scores of a block are B * N * ROWS * S numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
         if getattr(spec, name) is not None:
             return f"cuDNN's fused attention does not support a {name}, but the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
-        sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
-        return f"its causal diagonal starts at the first key, so a call needs as many queries as keys; this has {sizes}"
+        sizes = f"{shapes.num_queries} queries and {shapes.num_keys} keys"
+        return f"its causal diagonal starts at the first key, so T must equal S, but the call has {sizes}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} must be a multiple of 8 and at most 128"
     return None

@@ -13,11 +13,11 @@ merges the partial results of the splits, using their lse.
 Int8 keys and values are copied as they are, and then converted to bfloat16 in one additional block of each
 (`int8_keys`). Their scales multiply scores and weights. Keys may be in pages (`pages`).
 
-The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
-place in the cache; ids ascend, so the row also sees one range of a block's columns. Score: a dense block. With
-scores y in bits and their running maximum m, the thread block also writes m + log2(sum of 2^(y - m)) per tile and query
-head. These numbers go to the *bank*, a small array [J, G] per KV head (`Refs.bank`), from which the merging launch
-computes the masses 2^(bank - lse) (`decode_mass`).
+In the dense and score roles, a block holds block_s consecutive keys. In the sparse role, it holds listed tiles, each
+copied from its place in the cache; ids ascend, so there, too, the row sees one range of a block's columns. In the score
+role, with scores y in bits (times log2(e)) and their running maximum m, the thread block also writes
+m + log2(sum of 2^(y - m)) per tile and query head. These numbers go to the *bank*, a small array [J, G] per KV head
+(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """

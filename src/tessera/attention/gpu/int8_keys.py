@@ -33,7 +33,7 @@ ROWS_OF_BYTES = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column of a product, here one per key."""
 WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
-"""Register layout in which a thread holds four neighbours of a row: one load of int8, one store of bfloat16."""
+"""Register layout in which a thread holds four neighbouring numbers of a row: one int8 load and one bfloat16 store."""
 FETCH_REGISTERS, COMPUTE_REGISTERS = 72, 216
 """Registers per thread, in prefill, of a fetching warpgroup that also converts and of each of the two compute
 warpgroups: 504 in total, as without int8."""

@@ -17,8 +17,8 @@ logarithms "bits". `gpu.mass` computes 2^(bits - lse) and sums it over the rows 
 which limits the memory that one number per row and tile takes. The numbers are float32: in float16, an error in the
 last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
 
-Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
+Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and writes the
+products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
 
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
@@ -319,12 +319,15 @@ def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers suffice for `Config.overlap`: not at head_dim 256 in the score role."""
+    """Return whether registers suffice for `Config.overlap`: they do, except at head_dim 256 in the score role."""
     return shapes.head_dim < 256 or not spec.mass
 
 
 def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers hold only blocks of 64 keys: at head_dim 256, or to score int8 keys at head_dim 128."""
+    """Return whether registers suffice only for blocks of 64 keys.
+
+    That is so at head_dim 256 and, in the score role with int8 keys, at head_dim 128.
+    """
     return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
 
 

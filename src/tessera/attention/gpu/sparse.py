@@ -10,8 +10,8 @@ kv_len and the end of the list at the end. If the last block holds fewer tiles, 
 the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
 in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
-Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).
+Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and writes the
+products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).
 
 Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
 are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, and G = 4 (Llama 3 8B) wastes

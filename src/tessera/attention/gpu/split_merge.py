@@ -1,4 +1,4 @@
-"""Merge of partial attention results over splits of the keys, in one launch, in float32 with lse in bits.
+"""Merging of partial attention results over splits of the keys, in one launch, in float32, with lse in bits (base 2).
 
 out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m) over splits p, with m = max_p lse_p. Each partial result stores
 its lse in every column of a row, so the merge works number by number: each thread block takes a flat stretch, and every

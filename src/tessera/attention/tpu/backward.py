@@ -1,8 +1,10 @@
 """Gradient of dense prefill attention for TPU: dq, dk and dv in one pass, with probabilities recomputed per block.
 
-With scores y and lse in bits: p = 2^(y - lse), d = rowsum(d_out * out) - d_lse, ds = p (d_out v^T - d) softcap'(z).
-Then dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; two
-kernels, one for dq and one for dk and dv, would need 7 products.
+Scores y and lse are in bits, that is, times log2(e). With p = 2^(y - lse), d = rowsum(d_out * out) - d_lse and
+ds = p (d_out v^T - d) softcap'(z), the gradients are dq = scale ds k, dk = scale ds^T q and dv = p^T d_out.
+
+Work: 5 products, 10 H flops per visible (row, key) pair; two kernels, one for dq and one for dk and dv, would need 7
+products.
 
 Keys are cut into slabs of block_s. A slab's K and V are fetched once and stay in VMEM, with the float32 sums of its dk
 and dv, so dk and dv are summed over rows and heads on chip. A grid step runs one row block (block_t tokens x G heads)

@@ -10,15 +10,16 @@ that less than one unit is copied needlessly at each end of the visible range. I
 unit as bfloat16, which holds them exactly. Their scales are copied with them and multiply the scores and the weights;
 in all three arrays, keys lie along lanes.
 
-The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
-to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
-ids reach SMEM in pieces: each step gets its own piece and the next step's. Score: a dense block, and the matrix unit
-also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2(s) + m
-for each tile's sum s, where m is the running maximum that s uses; after the last block, the mass is 2^(bank - lse),
-lse in bits, summed over the G rows.
+In the dense and score roles, a block holds block_s consecutive keys. In the sparse role, it holds the listed tiles of
+each head, laid end to end. Ids ascend, so there, too, a row sees one range [lo, hi), now of positions in the list, and
+the same mask works. The ids reach SMEM in pieces: each step gets its own piece and the next step's.
 
-Pages: a sparse call's lists name units of the pool instead of units of a sequence; nothing else changes. Dense and
-score calls copy a block page by page; the page tables of this sequence and the next reach SMEM as lists do.
+In the score role, the matrix unit also sums each tile's weights (split exactly into three bfloat16 parts). A scratch
+array, the bank, keeps log2(s) + m for each tile's sum s, where m is the running maximum that s uses. Scores, m and lse
+are in bits (times log2(e)). After the last block, the mass is 2^(bank - lse), summed over the G rows.
+
+If keys are in pages, a sparse call's lists name units of the pool instead of units of a sequence; nothing else changes.
+Dense and score calls copy a block page by page; the page tables of this sequence and the next reach SMEM as lists do.
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """

@@ -46,7 +46,7 @@ class Cut(NamedTuple):
             one bit per listed tile.
         scaled: whether keys and values are int8. A copy then also moves at least 128 keys, because scales lie along
             lanes.
-        exact: whether queries are float32.
+        exact: whether queries are float32; products with int8 keys and values then do not round the other operand.
         page: positions per page; None if K and V are contiguous.
     """
 

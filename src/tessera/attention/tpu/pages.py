@@ -28,7 +28,7 @@ def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
     if shapes.page is None:
         return None
     if in_rows and shapes.head_dim % LANES:
-        reason = "a TPU stores other pages with keys along lanes, and XLA would copy the whole pool for this kernel"
+        reason = "otherwise a TPU stores keys along lanes, and XLA would copy the whole pool for this kernel"
         return f"head_dim={shapes.head_dim} must be a multiple of {LANES} for keys in pages: {reason}"
     least = LANES if shapes.scaled else PACKED  # scales lie along lanes
     if shapes.page < least or shapes.page & (shapes.page - 1):

@@ -352,7 +352,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
         return reason
     if spec.tile not in (16, 32, 64, 128):
-        return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"
+        return f"tile={spec.tile} must be 16, 32, 64 or 128: the kernel sums masses over 16 keys or more"
     rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
     if rows * bank_bytes(spec, shapes) > 2 * BANK_BYTES:
         return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit in VMEM"

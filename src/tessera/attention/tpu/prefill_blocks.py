@@ -145,7 +145,7 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call and derive the others."""
+    """Clip the block sizes to the call and derive the other sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     unit = 16  # rows of a packed bfloat16 tile
     while spec.mass and unit % spec.query_tile:

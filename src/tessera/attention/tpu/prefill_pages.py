@@ -2,8 +2,8 @@
 
 Contiguous keys reach the body of `prefill` as windows that the grid's pipeline fetches. Paged keys would need one
 window per page. Here, each grid step instead starts the copies of the next key block that its row block needs (or, at
-the end, of the next row block's first key block), and then runs the body of `prefill` on its own buffer. Row blocks of
-one head therefore run in order on one core; heads and sequences are independent.
+the end, of the next row block's first key block), and then runs the body of `prefill` on the buffer of its own key
+block. Row blocks of one head therefore run in order on one core; heads and sequences are independent.
 """
 
 from collections.abc import Callable

@@ -98,7 +98,7 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
 
 
 class KeyBlock(NamedTuple):
-    """One block of P keys: scores in bits (y), values, scales of int8 values, and the position of the first key."""
+    """One block of P keys: scores y in bits (times log2(e)), values, scales of int8 values, and the first position."""
 
     y: Float[Array, "B K G P"]
     v: Float[Array, "B K P H"]

@@ -7,9 +7,9 @@ of rows visits only the key blocks that its rows can see, in a loop of run-time 
 window), and masks only the blocks that are not fully visible. Work is 4 H flops per visible (row, key) pair; memory is
 O(T + S) plus one block.
 
-The score role, with scores y in bits, stores the sum of 2^(y - m) per row and key tile, and the running maximum m per
-row and key block. After the last block it multiplies the sums by 2^(m - lse), lse in bits, so that dense attention and
-all masses take one pass.
+Scores y, their running maximum m and lse are in bits, that is, times log2(e). The score role stores the sum of
+2^(y - m) per row and key tile, and m per row and key block. After the last block it multiplies the sums by
+2^(m - lse), so that dense attention and all masses take one pass.
 """
 
 import functools
