@@ -1,4 +1,4 @@
-"""Float64 numpy oracles for attention and its gradient, written from the contract's text; they share no kernel code.
+"""Float64 numpy oracles for attention and its gradient, written from the contract; they share no code with kernels.
 
 `tolerance` derives the error that a kernel may make in a dtype. It is twice the error of a naive path in that dtype
 (inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor has two parts: a

@@ -15,8 +15,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.kernel import Kernel
 
 AUTOMATIC_SCORES = 2**28
-"""Largest call, in scores (B * N * T * S), for which this kernel is chosen without being named as the backend. In
-float32, its scores take 1 GiB."""
+"""Largest call, in scores (B * N * T * S), for which this kernel is chosen without being named as the backend.
+That many scores take 1 GiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class Row:
 
 
 def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
-    """Return the measures that buckets test; "listed" is capacity * tile (keys), None if there is no selection."""
+    """Return the measures that buckets test; "listed" is C * tile, in keys, or None if there is no selection."""
     return {
         "dtype": shapes.dtype,
         "head_dim": shapes.head_dim,
