@@ -109,4 +109,4 @@ def test_the_table_counts_in_smem():
     kernel = PAGED["tpu_prefill_sparse"]
     spec, shapes = AttentionSpec(tile=16), Shapes(1, 64, 1 << 20, 8, 2, 128, 63000, "bfloat16")
     assert kernel.refusal(spec, shapes) is None
-    assert "lists take" in kernel.refusal(spec, shapes._replace(page=128))
+    assert "a list takes" in kernel.refusal(spec, shapes._replace(page=128))
