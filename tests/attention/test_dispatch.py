@@ -34,8 +34,8 @@ BAD = {
         r"v\.shape=\(2, 39, 2, 16\) must equal k\.shape=\(2, 40",
     ),
     "dtype": (lambda q, k, v: (q, k, v.astype(jnp.bfloat16)), {}, "float32, float32, bfloat16"),
-    "batch": (lambda q, k, v: (q[:1], k, v), {}, "same B and H"),
-    "head_dim": (lambda q, k, v: (q[..., :8], k, v), {}, "same B and H"),
+    "batch": (lambda q, k, v: (q[:1], k, v), {}, "must have the same H"),
+    "head_dim": (lambda q, k, v: (q[..., :8], k, v), {}, "must have the same H"),
     "groups": (lambda q, k, v: (q[:, :, :3], k, v), {}, "num_heads=3 must be a multiple of num_kv_heads=2"),
     "q_start": (None, {"q_start": jnp.zeros(3, jnp.int32)}, r"q_start must be int32 of shape \[B\] = \(2,\)"),
     "kv_len": (None, {"kv_len": jnp.zeros(2)}, "kv_len must be int32 .* got float32"),
@@ -45,8 +45,8 @@ BAD = {
     "count": (None, {"selection": Selection(lists().tiles, jnp.ones((2, 2), jnp.int32))}, r"selection\.count\.shape"),
     "ids": (None, {"selection": lists(dtype=jnp.float32)}, "must be int32, got float32"),
     "backend": (None, {"backend": "nope"}, "backend='nope' must be one of .*reference_dense"),
-    "role": (None, {"backend": "reference_score"}, "its role is score, the call's is dense"),
-    "phase": (None, {"backend": "xla_decode"}, "takes one query row per sequence, the call has 8"),
+    "role": (None, {"backend": "reference_score"}, "its role is score, but the call's is dense"),
+    "phase": (None, {"backend": "xla_decode"}, "takes one query row per sequence, but the call has 8"),
 }
 
 
@@ -91,7 +91,7 @@ def test_explain_agrees_with_what_runs(role, num_queries):
 def test_platform_kernels_are_refused_elsewhere():
     for choice, kernel in zip(explain(SPEC, SHAPES, platform="tpu"), KERNELS, strict=True):
         if kernel.platform not in ("any", "tpu") and kernel.role == "dense":
-            assert choice.reason == f"it runs on {kernel.platform}, this is tpu"
+            assert choice.reason == f"it runs on {kernel.platform}, but this call runs on tpu"
     assert any(c.chosen for c in explain(SPEC, SHAPES, platform="tpu"))
 
 

@@ -146,9 +146,9 @@ def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causa
     ("spec", "shapes", "reason"),
     [
         (AttentionSpec(), SHAPES._replace(num_queries=1), "doubles the traffic"),
-        (AttentionSpec(window=9), SHAPES, "does not support a window, the call has window=9"),
+        (AttentionSpec(window=9), SHAPES, "does not support a window, but the call has window=9"),
         (AttentionSpec(softcap=9.0), SHAPES, "softcap=9.0"),
-        (AttentionSpec(), SHAPES._replace(num_keys=4096), "must be square; it has 1024 queries, 4096 keys"),
+        (AttentionSpec(), SHAPES._replace(num_keys=4096), "but the call has 1024 queries and 4096 keys"),
         (AttentionSpec(), SHAPES._replace(head_dim=256), "head_dim=256"),
         (AttentionSpec(), SHAPES._replace(dtype="float32"), "dtype float32"),
     ],
@@ -175,9 +175,9 @@ class Device:
 @pytest.mark.parametrize(
     ("capability", "mosaic", "cudnn"),
     [("9.0", None, None), ("8.0", "needs compute capability 9.0", None), ("7.5", "9.0", "needs compute capability 8.0"),
-     ("10.0", "needs compute capability 9.0 (Hopper), this GPU has 10.0", None),
-     ("gfx942", "9.0 (Hopper), this GPU has gfx942", "8.0 (Ampere) or later, this GPU has gfx942"),
-     (None, "9.0 (Hopper), this GPU has none", "8.0 (Ampere) or later, this GPU has none")],
+     ("10.0", "needs compute capability 9.0 (Hopper), but this GPU has 10.0", None),
+     ("gfx942", "9.0 (Hopper), but this GPU has gfx942", "8.0 (Ampere) or later, but this GPU has gfx942"),
+     (None, "9.0 (Hopper), but this GPU has none", "8.0 (Ampere) or later, but this GPU has none")],
 )  # fmt: skip
 def test_older_and_newer_chips_get_the_portable_path_with_the_reason(monkeypatch, capability, mosaic, cudnn):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

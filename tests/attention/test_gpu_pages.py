@@ -188,7 +188,7 @@ def test_hopper_takes_pages_without_being_asked(role, phase, scaled):
 def test_pages_that_no_copy_fits_are_refused(name, page, scaled, least):
     shapes = SHAPES._replace(num_queries=1 if "decode" in name else 256, num_keys=960, page=page, scaled=scaled)
     reason = NAMED[name].refusal(AttentionSpec(), shapes)
-    assert reason == f"pages of {page} positions must be a multiple of {least}: a copy takes that many keys or more"
+    assert reason == f"page size {page} must be a multiple of {least}: a copy moves that many keys or more"
     assert choose(AttentionSpec(), shapes, platform="gpu", capability="9.0").platform == "any"
 
 

@@ -33,19 +33,19 @@ def test_a_kernel_without_limits_takes_every_call_of_its_kind():
 @pytest.mark.parametrize(
     ("fields", "spec", "shapes", "reason"),
     [
-        ({}, {"mass": True}, {}, "its role is dense, the call's is score"),
-        ({}, {}, {"capacity": 3}, "its role is dense, the call's is sparse"),
-        ({"phase": "decode"}, {}, {}, "it takes one query row per sequence, the call has 8"),
-        ({}, {}, {"page": 64}, "it reads contiguous keys, the call's are paged"),
-        ({"scaled": True}, {}, {"page": 64, "scaled": True}, "it reads contiguous keys, the call's are paged"),
+        ({}, {"mass": True}, {}, "its role is dense, but the call's is score"),
+        ({}, {}, {"capacity": 3}, "its role is dense, but the call's is sparse"),
+        ({"phase": "decode"}, {}, {}, "it takes one query row per sequence, but the call has 8"),
+        ({}, {}, {"page": 64}, "it reads contiguous keys, but the call's are paged"),
+        ({"scaled": True}, {}, {"page": 64, "scaled": True}, "it reads contiguous keys, but the call's are paged"),
         ({"paged": True}, {}, {"page": 64}, None),
         (
             {"paged": True},
             {},
             {"page": 64, "scaled": True},
-            "it reads keys in the queries' dtype, the call's are int8",
+            "it reads keys in the queries' dtype, but the call's are int8",
         ),
-        ({}, {}, {"scaled": True}, "it reads keys in the queries' dtype, the call's are int8"),
+        ({}, {}, {"scaled": True}, "it reads keys in the queries' dtype, but the call's are int8"),
         ({"scaled": True}, {}, {"scaled": True}, None),
         ({}, {}, {"dtype": "int8"}, "dtype int8 is not one of float32, bfloat16"),
         ({"supports": lambda spec, shapes: f"tile={spec.tile}"}, {"tile": 16}, {}, "tile=16"),
@@ -65,11 +65,11 @@ def test_its_own_limits_are_asked_last():
 def test_a_platform_and_its_capability_matter_where_they_are_known():
     kernel = replace(KERNEL, capability=Capability(name="7.5 to 9.0", least=7.5, most=9.0))
     assert kernel.refusal(SPEC, SHAPES) is None
-    assert kernel.refusal(SPEC, SHAPES, platform="tpu") == "it runs on gpu, this is tpu"
+    assert kernel.refusal(SPEC, SHAPES, platform="tpu") == "it runs on gpu, but this call runs on tpu"
     assert replace(kernel, platform="any").refusal(SPEC, SHAPES, platform="tpu") is None
     for here, runs in (("7.0", False), ("7.5", True), ("9.0", True), ("10.0", False), ("gfx942", False), (None, True)):
         reason = kernel.refusal(SPEC, SHAPES, platform="gpu", capability=here)
-        assert reason == (None if runs else f"it needs compute capability 7.5 to 9.0, this GPU has {here}")
+        assert reason == (None if runs else f"it needs compute capability 7.5 to 9.0, but this GPU has {here}")
 
 
 def test_an_automatic_limit_binds_only_calls_that_name_no_kernel():

@@ -93,7 +93,7 @@ def test_a_call_on_pages_is_checked_by_name():
         (small._replace(pages=jnp.repeat(table, 2, 0)), tiled, r"with B=1 and J >= 1, got int32 \(2, 2\)"),
         (small._replace(pages=table.astype(jnp.float32)), tiled, r"got float32 \(1, 2\)"),
         (small._replace(pages=table[:, :0]), tiled, r"got int32 \(1, 0\)"),
-        (small, tiled, "pages of 16 positions must be a multiple of tile=32"),
+        (small, tiled, "page size 16 must be a multiple of tile=32"),
         (small._replace(k=keys[:, :, :, 0]), tiled, r"k.shape=\(3, 2, 16\) must have four sizes \[P,K,S,H\]"),
         (small._replace(k=keys.astype(jnp.int8)), AttentionSpec(), "dtypes of q, k and v must be equal"),
         (
@@ -116,4 +116,5 @@ def test_two_kernels_refuse_pages():
     shapes = KeyValues(jnp.zeros((3, 2, 16, 16)), None, jnp.zeros((1, 2), jnp.int32)).shapes(jnp.zeros((1, 1, 2, 16)))
     for kernel in kernels:
         spec, lists = AttentionSpec(mass=kernel.role == "score"), 3 if kernel.role == "sparse" else None
-        assert kernel.refusal(spec, shapes._replace(capacity=lists)) == "it reads contiguous keys, the call's are paged"
+        reason = "it reads contiguous keys, but the call's are paged"
+        assert kernel.refusal(spec, shapes._replace(capacity=lists)) == reason

@@ -385,7 +385,7 @@ def test_nothing_is_looked_up_by_element(shape):
     ("options", "words"),
     [
         ({"fraction": -0.1}, "fraction=-0.1 must be from 0 to 1"),
-        ({"fraction": (0.5,) * 2}, r"shape \(2,\) must be one number or have num_kv_heads=1"),
+        ({"fraction": (0.5,) * 2}, r"shape \(2,\) must be one number or num_kv_heads=1 numbers"),
         ({"fraction": (1.5,)}, "must be from 0 to 1"),
         ({"fraction": float("nan")}, "must be from 0 to 1"),
         ({"minimum": -1}, "minimum=-1 must be at least 0 keys"),

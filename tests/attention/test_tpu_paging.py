@@ -84,10 +84,10 @@ def test_page_sizes_that_no_copy_could_bring_are_refused(name):
     for page, scaled, num_keys, reason in (
         (128, False, 1 << 20, None),
         (128, True, 1 << 20, None),
-        (96, False, 96 << 4, "pages of 96 positions must be a power of two of at least 16"),
-        (8, False, 1 << 10, "pages of 8 positions must be a power of two of at least 16"),
-        (64, True, 1 << 10, "pages of 64 positions must be a power of two of at least 128 with int8 keys"),
-        (16, False, 1 << 19, "a table of 32768 pages is longer than the 16384 that fit SMEM: take larger pages"),
+        (96, False, 96 << 4, "page size 96 must be a power of two of at least 16"),
+        (8, False, 1 << 10, "page size 8 must be a power of two of at least 16"),
+        (64, True, 1 << 10, "page size 64 must be a power of two of at least 128 with int8 keys"),
+        (16, False, 1 << 19, "a table of 32768 pages is longer than the 16384 that fit in SMEM: use larger pages"),
     ):
         shapes = Shapes(*sizes, page, scaled)._replace(num_keys=num_keys)
         if kernel.name != "tpu_prefill_score" or num_keys < 1 << 19:  # its masses of a long context do not fit VMEM
@@ -109,4 +109,4 @@ def test_the_table_counts_in_smem():
     kernel = PAGED["tpu_prefill_sparse"]
     spec, shapes = AttentionSpec(tile=16), Shapes(1, 64, 1 << 20, 8, 2, 128, 63000, "bfloat16")
     assert kernel.refusal(spec, shapes) is None
-    assert "lists take" in kernel.refusal(spec, shapes._replace(page=128))
+    assert "a list takes" in kernel.refusal(spec, shapes._replace(page=128))

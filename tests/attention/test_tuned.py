@@ -137,9 +137,9 @@ def test_devices_are_named_as_tables_are():
 
 
 BAD = {
-    "measure": ({"bucket": {"length": 3}}, r"bucket\['length'\] must be one of dtype, head_dim"),
-    "interval": ({"bucket": {"num_keys": [9, 3]}}, r"bucket\['num_keys'\]=\(9, 3\) must be a value or \[low, high\]"),
-    "pointer": ({"record": {"file": "x"}}, "must name file, workload and date"),
+    "measure": ({"bucket": {"length": 3}}, "bucket names 'length', which must be one of dtype, head_dim"),
+    "interval": ({"bucket": {"num_keys": [9, 3]}}, r"bucket\['num_keys'\]=\(9, 3\) must be a value or an interval"),
+    "pointer": ({"record": {"file": "x"}}, "must have exactly the keys file, workload and date"),
     "field": ({"speed": 3}, "unexpected keyword argument 'speed'"),
     "missing": ({"config": None}, "missing 1 required keyword-only argument: 'config'"),
 }

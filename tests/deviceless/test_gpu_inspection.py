@@ -116,7 +116,7 @@ def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypat
     monkeypatch.setattr(gpu, "compile_for", lambda *_, **__: gpu.Compiled(chip="h200", error=refused, compile_s=0.0))
     assert gpu_inspection.inspect_call("h200", spec, shapes).dispatched == plain.name
     assert dispatch.choose(spec, shapes, platform="gpu", capability="10.0") is later
-    with pytest.raises(ValueError, match=r"needs compute capability 10.0 \(Blackwell\), this GPU has 9.0"):
+    with pytest.raises(ValueError, match=r"needs compute capability 10.0 \(Blackwell\), but this GPU has 9.0"):
         inspection.kernel_for("gpu", "h200", spec, shapes, later.name, None)
     alone = replace(plain, supports=lambda spec, shapes: "not today")
     monkeypatch.setattr(inspection, "KERNELS", (later, alone))

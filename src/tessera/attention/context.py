@@ -1,22 +1,26 @@
-"""Attention over a KV cache dealt over the mesh axis "context". Keys and values are sent only for masses in prefill.
+"""Attention over a KV cache that is dealt over the mesh axis "context".
+
+Devices send keys and values to each other only to compute tile masses in prefill.
 
 Positions are dealt to the C devices of the axis in stripes of w = spec.stripe positions: position p is on device
-(p // w) % C, in slot p // (w * C) * w + p % w of that device's cache. However long the context, a device thus holds 1/C
-of the keys that any row sees, up to one stripe. A prefill chunk has w * C rows: each device computes one stripe of rows
-and stores their keys itself.
+(p // w) % C, in slot p // (w * C) * w + p % w of that device's cache. However long the context is, a device thus holds
+1/C of the keys that any row sees, to within one stripe. A prefill chunk has w * C rows: each device computes one stripe
+of rows and stores the keys of that stripe.
 
-Dense and sparse prefill gather the chunk's queries, attend to the device's own keys, and add up the devices' outputs:
-with o_d and lse_d of device d,  out = sum_d(e_d * o_d) / sum_d(e_d),  e_d = exp(lse_d - max_d lse_d).  A device attends
-twice: to its slots before the chunk, which every row sees, and to its stripe of the chunk. Row r of the chunk sees key
-s of the stripe of device d if s <= r - d * w, which is the causal rule with q_start = -d * w. The bytes sent per chunk,
-about (4 + itemsize) * B * T * N * H, do not depend on the number of keys. Decode exchanges one maximum and one sum.
+In dense and sparse prefill, each device gathers the queries of the whole chunk and attends to its own keys. The
+devices' results are then merged: if o_d and lse_d are the results of device d,
+out = sum_d(e_d * o_d) / sum_d(e_d) with e_d = exp(lse_d - max_d lse_d). A device attends twice: to its slots before the
+chunk, which every row sees, and to its own stripe of the chunk. Row r of the chunk sees key s of device d's stripe if
+s <= r - d * w, which is the causal rule with q_start = -d * w. The bytes sent per chunk, about
+(4 + itemsize) * B * T * N * H, do not depend on the number of keys. Decode merges the devices' results by the same
+formula, with one maximum and one sum over the devices.
 
-A tile's mass cannot be merged from the devices' masses, as these are sums over rows that each device normalises
-differently. In prefill, the score role therefore gathers K and V over the axis, and each device scores its own rows. In
-decode, it keeps the mass of each query head apart until the lse of all devices is known.
+The devices' tile masses cannot be added up, because a mass is a sum over rows, and each device normalises each row by
+the lse of that device's keys alone. In prefill, the score role therefore gathers K and V over the axis, and each device
+scores its own rows. In decode, each device keeps one mass per query head until the lse over all devices is known.
 
-A sliding window is refused, because a kernel's window counts consecutive positions, and consecutive slots of a device
-are not consecutive positions. Softcap and scale act on single scores and need no exchange.
+Calls with a sliding window are refused: a kernel's window counts consecutive positions, but consecutive slots of a
+device are not consecutive positions. Softcap and scale act on single scores, so they need no exchange.
 """
 
 from collections.abc import Callable
@@ -35,7 +39,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.core.mesh import CONTEXT as AXIS
 
 Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], AttentionOut]
-"""run(q, kv, spec, positions, selection): one attention call on one device, with the kernel that `dispatch` chooses."""
+"""Type of run(q, kv, spec, positions, selection), which runs one attention call on one device with the kernel that
+`dispatch` chooses."""
 
 
 class Stripes(NamedTuple):
@@ -63,12 +68,12 @@ class Stripes(NamedTuple):
         return length // self.chunk * self.width + jnp.clip(rest, 0, self.width)
 
     def deal(self, x: Array, axis: int) -> Array:
-        """Reorder an axis of S positions as the mesh stores it: device by device, each in order of slots."""
+        """Reorder an axis of S positions to the order in which the mesh stores it: by device, then by slot."""
         split = x.reshape(*x.shape[:axis], -1, self.parts, self.width, *x.shape[axis + 1 :])
         return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
 
     def gather(self, x: Array, axis: int) -> Array:
-        """Invert `deal`: reorder an axis that is stored device by device to the order of positions."""
+        """Invert `deal`: reorder an axis that is stored by device, then by slot, to the order of positions."""
         split = x.reshape(*x.shape[:axis], self.parts, -1, self.width, *x.shape[axis + 1 :])
         return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
 
@@ -88,11 +93,12 @@ def attend(
 ) -> AttentionOut:
     """Compute `attention` over keys and values in the order of `Stripes.deal`, on the current mesh.
 
-    In prefill, rows are one chunk: q_start is a multiple of w * C, and T = w * C. Results are those of one device that
-    holds the keys in order of position; selections and masses have absolute tile ids.
+    In prefill, the rows are one chunk: q_start is a multiple of w * C, and T = w * C. The results equal those of one
+    device that holds all keys in order of position. Selections and masses refer to tiles by their absolute ids.
 
     Raises:
-        ValueError: T, S, the tile or the query tile does not fit the stripes, or the call has a window or pages.
+        ValueError: T, S, the tile or the query tile does not fit the stripes, or the call has a window, pages or int8
+            keys.
     """
     stripes = Stripes(spec.stripe, traced_stripes())
     check(q_BTNH.shape[1], kv, spec, stripes, sparse=selection is not None)
@@ -123,14 +129,14 @@ def check(num_rows: int, kv: KeyValues, spec: AttentionSpec, stripes: Stripes, *
             "suffices because a window bounds the keys that a row sees"
         )
     if kv.pages is not None or kv.scales is not None:
-        layout = "paged" if kv.pages is not None else "scaled"
-        raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous in the queries' dtype, got {layout} keys")
+        layout = "paged" if kv.pages is not None else "int8"
+        raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous and in q's dtype, got {layout} keys")
     if num_rows not in (1, stripes.chunk):
         raise ValueError(
-            f"num_queries={num_rows} must be 1 or {stripes.chunk}, one stripe of {width} on each of {parts} devices"
+            f"num_queries={num_rows} must be 1 or {stripes.chunk} (one stripe of {width} on each of {parts} devices)"
         )
     if kv.k.shape[2] % stripes.chunk:
-        raise ValueError(f"num_keys={kv.k.shape[2]} must be a multiple of {stripes.chunk}, {parts} stripes of {width}")
+        raise ValueError(f"num_keys={kv.k.shape[2]} must be a multiple of {stripes.chunk} ({parts} stripes of {width})")
     if (spec.mass or sparse) and width % spec.tile:
         raise ValueError(f"tile={spec.tile} must divide the stripe of {width} positions")
     if spec.mass and num_rows > 1 and width % spec.query_tile:
@@ -146,8 +152,8 @@ def append(
 ) -> Float[Array, "*L B K S H"]:
     """Write the keys (or values) of a chunk or of one token into a dealt cache; each device writes only its own slots.
 
-    `layer` selects the layer of a stacked cache, and `width` is the stripe's width w. The caller must ensure that the
-    positions fit, and that a chunk has w * C rows and starts at a multiple of w * C.
+    `layer` holds the indices of the layer in a stacked cache, and `width` is the stripe's width w. The caller must
+    ensure that the positions fit in the cache, and that a chunk has w * C rows and starts at a multiple of w * C.
     """
     stripes, decode = Stripes(width, traced_stripes()), rows.shape[2] == 1
     heads = parallel.AXIS if parallel.traced_head_parts() > 1 else None
@@ -173,7 +179,7 @@ def append(
 
 
 def _prefill(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes: Stripes) -> AttentionOut:
-    """Let all rows of the chunk attend to this device's keys; return its stripe of the result over all keys."""
+    """Attend with all rows of the chunk to this device's keys; return the merged result of this device's own rows."""
     rank = jax.lax.axis_index(AXIS)
     rows = jax.lax.all_gather(q, AXIS, axis=1, tiled=True)
     slot = stripes.slot(positions.q_start + rank * stripes.width)
@@ -193,7 +199,7 @@ def _prefill(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spe
 
 
 def _prefill_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
-    """Attend with this device's rows to all keys, gathered in order of position, and return their tile masses, too."""
+    """Attend with this device's rows to all keys, gathered in order of position, and compute the rows' tile masses."""
     rank = jax.lax.axis_index(AXIS)
     whole = (stripes.gather(jax.lax.all_gather(x, AXIS, axis=2, tiled=True), 2) for x in kv[:2])
     first = rank * stripes.width
@@ -213,10 +219,11 @@ def _decode(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec
 
 
 def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
-    """Attend to this device's keys, and compute their masses per query head, so that they can be rescaled per head.
+    """Attend to this device's keys, and compute tile masses per query head, because each head is rescaled differently.
 
-    The G query heads of a KV head become G query rows of one head, with query_tile=1. They read each key once, as in a
-    decode kernel. Once the merged lse is known, each head's masses are multiplied by exp(own lse - merged lse).
+    The G query heads of a KV head become G query rows of one head, with query_tile=1. The rows share one read of each
+    key, as in a decode kernel. Once the merged lse is known, each head's masses are multiplied by
+    exp(own lse - merged lse), where the own lse is that of this device's keys.
     """
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -233,7 +240,7 @@ def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *
 
 
 def _decode_positions(kv: KeyValues, positions: Positions, spec: AttentionSpec, stripes: Stripes) -> Positions:
-    """Return the positions with which a local call sees exactly this device's slots that hold visible keys."""
+    """Return positions with which a call on this device's cache sees exactly the slots that hold visible keys."""
     end = jnp.minimum(positions.kv_len, positions.q_start + 1) if spec.causal else positions.kv_len
     filled = stripes.held(jnp.maximum(end, 0), jax.lax.axis_index(AXIS))
     return Positions(jnp.full_like(filled, kv.k.shape[2]), filled, positions.q_len)
@@ -246,7 +253,7 @@ def tile_masses(
     spec: AttentionSpec,
     positions: Positions,
 ) -> Float[Array, "B K I J"]:
-    """Compute the tile masses by which a layer selects its own tiles; reads dealt keys and no values.
+    """Compute, from dealt keys alone, the tile masses by which a layer selects its own tiles.
 
     In prefill, the keys are gathered in order of position, and each device runs estimate(q, k, positions) for its rows.
     In decode, each device scores its keys exactly, and the devices exchange one maximum and one sum.
@@ -295,10 +302,10 @@ def _take_stripe(x: Float[Array, "B K S H"], slot: Int32[Array, "B"], width: int
 def localise(
     selection: Selection, stripes: Stripes, tile: int, rank: Array, low: Array, high: Array, most: int
 ) -> Selection:
-    """Return the listed tiles that device `rank` holds at local ids in [low, high), as local ids minus `low`.
+    """Return the listed tiles that device `rank` holds at an index in [low, high) of its cache, as that index - `low`.
 
     Args:
-        selection: absolute tile ids [B,K,I,C].
+        selection: lists of absolute tile ids [B,K,I,C].
         low, high: bounds per sequence [B], in tiles of the device's cache.
         most: upper bound on high - low, the capacity of the new lists.
     """
@@ -315,9 +322,9 @@ def localise(
 
 
 def _merge(parts: tuple[AttentionOut, ...], dtype, *, scatter: bool) -> AttentionOut:
-    """Merge results of the same rows over different keys: the `parts` of this device and those of all others.
+    """Merge results of the same rows over different keys: the `parts` of this device and those of all other devices.
 
-    With `scatter`, each device gets the result of its share of the rows, otherwise of all rows.
+    With `scatter`, each device gets the merged result of its own stripe of rows; without it, that of all rows.
     """
     largest = parts[0].lse
     for part in parts[1:]:

@@ -17,11 +17,11 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 TILES = (1, 16, 32, 64, 128)
-"""Allowed keys per tile. A tile of 1 selects single keys, as the Kascade paper does; the only score and sparse kernels
-that take it are `reference`, `xla` and `gpu.keys`."""
+"""Allowed tile sizes, in keys. With tiles of 1, a call selects single keys, as the Kascade paper does. The only score
+and sparse kernels that take tiles of 1 are those in `reference`, `xla` and `gpu.keys`."""
 
 MAX_QUERY_TILE = 2**20
-"""Maximum query rows per query tile: the longest context that is supported."""
+"""Maximum query positions per query tile; equal to the longest supported context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class AttentionSpec:
         query_tile: query positions that share one list of selected key tiles and one row of mass.
         mass: whether to also return each key tile's probability mass. A call has the role "sparse" if it passes a
             selection, "score" if `mass` is set, and "dense" otherwise.
-        stripe: positions per stripe, if keys are dealt over the mesh axis "context" (see `attention.context`); None if
-            keys are in order of position. Without that axis, keys are in order of position in any case.
+        stripe: positions per stripe if keys are dealt over the mesh axis "context" (see `attention.context`); None if
+            keys are in order of position. Ignored on a mesh without that axis.
     """
 
     causal: bool = True
@@ -66,8 +66,8 @@ class AttentionSpec:
 class Selection(NamedTuple):
     """Key tiles that each query tile reads, as lists of tile ids (absolute key position // tile).
 
-    The first `count` ids of a list ascend strictly; kernels ignore the rest. Repeated ids are undefined behaviour: a
-    kernel may count the tile once or once per repeat.
+    The first `count` ids of a list must ascend strictly; kernels ignore the rest. If an id is repeated, a kernel may
+    count the tile once or several times.
     """
 
     tiles: Int32[Array, "B K I C"]
@@ -80,11 +80,11 @@ class KeyValues(NamedTuple):
     Attributes:
         k, v: [B,K,S,H]; with `pages`, a pool of P pages [P,K,page,H] that all sequences share.
         pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous. S is then
-            J * page. Entries for positions at or past kv_len may be any page, such as the null page 0.
-        scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head; the two share
-            an array so that one copy fetches both. The key is k * scale and the value v * scale; multiplying the
-            scores and the probabilities by the scales instead is mathematically equal. With `pages`, [P,K,2,page]. None
-            if k and v have q's dtype.
+            J * page. Entries for positions at or past kv_len may be any page of the pool, such as page 0.
+        scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per position and KV head. The two
+            share an array so that one copy fetches both. The key is k * scale and the value v * scale; multiplying the
+            scores and the probabilities by the scales instead is mathematically equal. With `pages`, the shape is
+            [P,K,2,page]. None if k and v have q's dtype.
     """
 
     k: Float[Array, "B K S H"]
@@ -114,9 +114,9 @@ class AttentionOut(NamedTuple):
 
     Attributes:
         out: weighted values, in q's dtype.
-        lse: natural log of the sum of exponentials, float32, -inf for a row that sees no key.
-        mass: probability that each key tile received, summed over the query tile's rows (query_tile tokens x G query
-            heads per KV head), float32; None unless spec.mass.
+        lse: natural log of the sum of exp(z) over the keys that a row reads, float32; -inf for a row that sees no key.
+        mass: softmax probability of each key tile, summed over its keys and over the rows of each query tile
+            (query_tile positions x G query heads per KV head), float32; None unless spec.mass.
     """
 
     out: Float[Array, "B T N H"]
@@ -131,7 +131,7 @@ class Positions(NamedTuple):
         q_start: absolute position of the first query row. If negative and the call is causal, rows before position 0
             see no key.
         kv_len: number of valid keys.
-        q_len: number of valid query rows. Rows from q_len on are padding: out = 0, lse = -inf, and no mass.
+        q_len: number of valid query rows. Rows from q_len on are padding: out = 0, lse = -inf, and they add no mass.
     """
 
     q_start: Int32[Array, "B"]
@@ -144,8 +144,8 @@ class Shapes(NamedTuple):
 
     Attributes:
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K and H. S is the allocated length
-            of the keys, unused slots included.
-        capacity: C, the length of a selection's list of tile ids; None without a selection. Unrelated to S.
+            of the keys, including unused slots.
+        capacity: C, the allocated length of each list of tile ids in the selection; None without a selection.
         dtype: dtype of the queries.
         page: positions per page; None if keys and values are contiguous.
         scaled: whether keys and values are int8 with scales.

@@ -80,7 +80,7 @@ def attention(
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence, clipped to [0, S]; S when None.
         q_len: valid query rows per sequence, clipped to [0, T]; T when None.
-        selection: key tiles [B,K,I,C] to read per query tile; None reads every visible key.
+        selection: key tiles [B,K,I,C] that each query tile reads; None reads every visible key.
         backend: a kernel's full name ("reference_dense") or its name without the role ("reference"); None takes the
             first kernel that can run the call.
 
@@ -88,7 +88,7 @@ def attention(
         AttentionOut(out [B,T,N,H] in q's dtype, lse [B,T,N] float32, mass [B,K,I,J] float32 with spec.mass).
 
     Raises:
-        ValueError: shapes or dtypes disagree, or no kernel (or not the named backend) can run the call; the message
+        ValueError: shapes or dtypes disagree, or no kernel can run the call, or the named backend cannot; the message
             gives the reasons.
     """
     check(q_BTNH, k_BSKH, v_BSKH, "BSKH")
@@ -163,7 +163,7 @@ def explain(
     choices, found = [], None
     for kernel in KERNELS:
         if backend is not None and not kernel.is_named(backend):
-            reason = f"{backend=} was asked for"
+            reason = f"the call names {backend=}"
         else:
             reason = kernel.refusal(spec, shapes, platform=platform, capability=capability, automatic=backend is None)
         if reason is None and found is not None:
@@ -178,7 +178,7 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
     """Return the kernel that `explain` marks as chosen; `where` passes `platform` and `capability` on to `explain`.
 
     Raises:
-        ValueError: no kernel, or not the named backend, can run the call; the message gives the reasons.
+        ValueError: no kernel can run the call, or the named backend cannot; the message gives the reasons.
     """
     choices = explain(spec, shapes, **where, backend=backend)
     tried = list(zip(KERNELS, choices, strict=True))
@@ -192,11 +192,16 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
         wanted, asked = [(k, c) for k, c in tried if k.is_named(backend)], f"{backend=}"
     if not wanted:
         names = ", ".join(kernel.name for kernel in KERNELS)
-        raise ValueError(f"{backend=} must be one of {names}, or None for the first that can run")
+        raise ValueError(
+            f"{backend=} must be one of {names}; or one of these names without its role; or None for the first kernel "
+            "that can run the call"
+        )
     # A family ("reference") also has kernels of other roles; report only the refusal of the call's own role.
     same_role = [(k, c) for k, c in wanted if k.role == role] or wanted
     reasons = "; ".join(f"{c.kernel}: {c.reason}" for _, c in same_role)
-    raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
+    raise ValueError(
+        f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run this call: {reasons}"
+    )
 
 
 def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None) -> None:
@@ -214,25 +219,31 @@ def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None
     elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes of q, k and v must be equal, got {q.dtype}, {k.dtype}, {v.dtype}")
     if (layout[0] == "B" and q.shape[0] != k.shape[0]) or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same B and H")
+        raise ValueError(
+            f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same H and, unless k is paged, the "
+            "same B"
+        )
     num_kv_heads = k.shape[layout.index("K")]
     if q.shape[2] % num_kv_heads:
         raise ValueError(f"num_heads={q.shape[2]} must be a multiple of {num_kv_heads=}")
 
 
 def check_pages(q: Array, kv: KeyValues, spec: AttentionSpec, *, has_selection: bool) -> None:
-    """Raise ValueError unless the page table is int32 [B,J] and, for a call with tiles, a page holds whole tiles."""
+    """Raise ValueError unless the page table is int32 [B,J] and, if the call uses tiles, the tile divides the page."""
     pages, page = kv.pages, kv.k.shape[-2] if kv.k.ndim == 4 else 0  # `check` refuses another number of axes
     if pages.ndim != 2 or pages.shape[0] != q.shape[0] or 0 in pages.shape or pages.dtype != jnp.int32:
         raise ValueError(
             f"pages must be int32 [B,J] with B={q.shape[0]} and J >= 1, got {pages.dtype} {tuple(pages.shape)}"
         )
     if (spec.mass or has_selection) and page % spec.tile:
-        raise ValueError(f"pages of {page} positions must be a multiple of tile={spec.tile}")
+        raise ValueError(f"page size {page} must be a multiple of tile={spec.tile}")
 
 
 def check_scales(k: Array, v: Array, scales: Array, axes: str) -> None:
-    """Raise ValueError unless k and v are int8 and their scales bfloat16; `axes` names the axes of the scales."""
+    """Raise ValueError unless k and v are int8 and their scales are bfloat16 of the right shape.
+
+    `axes` names the axes of the scales in the message.
+    """
     if not k.dtype == v.dtype == jnp.int8:
         raise ValueError(f"scales need int8 keys and values, got {k.dtype} and {v.dtype}")
     shape = (*k.shape[:2], 2, k.shape[2])
@@ -244,7 +255,7 @@ def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, 
     """Raise ValueError if spec.mass is set or the selection is not int32 [B,K,I,C] and [B,K,I]; `lead` is (B, K, I)."""
     tiles, count = selection
     if spec.mass:
-        raise ValueError("spec.mass=True needs selection=None: mass is measured on a dense pass")
+        raise ValueError("spec.mass=True needs selection=None: masses are measured over all visible keys")
     if tiles.ndim != 4 or tiles.shape[:3] != lead or tiles.shape[3] < 1:
         raise ValueError(
             f"selection.tiles.shape={tuple(tiles.shape)} must be [B,K,I,C] = {lead} and C >= 1, "

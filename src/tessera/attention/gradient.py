@@ -1,4 +1,4 @@
-"""Gradients of dense attention: the custom_vjp that wraps every kernel, and the gradient of decode kernels.
+"""Gradients of dense attention: the custom_vjp that wraps dense kernels, and the gradient of decode kernels.
 
 The decode gradient takes O(S) memory for its one row per sequence, so it needs no blocks.
 """
@@ -26,7 +26,7 @@ def row_gradients(
     cotangents: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
     spec: AttentionSpec,
 ) -> tuple[Array, Array, Array]:
-    """Compute dq = ds k, dk = ds^T q and dv = p^T do of one query row per sequence, from its result (out, lse).
+    """Compute dq = ds k, dk = ds^T q and dv = p^T do for one query row per sequence, from its result (out, lse).
 
     p are the probabilities; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the derivative of the softcap.
     `mask` marks the visible keys; `cotangents` are (do, dlse).

@@ -40,21 +40,23 @@ class Kernel:
         phase: "decode" (only calls of one query row per sequence) or "prefill" (any number of rows).
         dtypes: names of the dtypes that the kernel takes for q, k and v.
         supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
-            None. The field is None if the kernel runs all such calls. Ask `refusal`, which also checks other fields.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. That
-            of a dense kernel is also differentiable in q, k and v (`gradient`).
+            None. The field is None if the kernel runs all such calls. Callers use `refusal`, which also checks the
+            other fields.
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. The
+            launch of a dense kernel is also differentiable in q, k and v (see `gradient`).
         Config: frozen dataclass of block sizes and other tunable options.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
         cost: (spec, shapes) -> {"flops": float, "bytes": float}.
-        executions: (spec, shapes, config) -> number of times each named scope of the kernel's body runs in the whole
-            call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). The
-            counts turn a compiled schedule into an estimated time without the chip. The field is None if the kernel has
-            no such estimate.
+        executions: (spec, shapes, config) -> number of times that each named scope of the kernel's body runs in the
+            whole call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory).
+            With these counts, the time of a call can be estimated from its compiled schedule, without the chip. The
+            field is None if the kernel has no such estimate.
         capability: compute capabilities that the kernel needs; None if it does not depend on them.
-        library: vendor library that compiles the kernel, only on its chip; None if XLA or Pallas compiles it.
-        automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
-            None for no limit.
+        library: vendor library that compiles the kernel, which it can do only on the kernel's own chip; None if XLA or
+            Pallas compiles the kernel.
+        automatic_limit: largest call, in scores (B * N * T * S), for which the kernel is chosen without being named as
+            the backend; None for no limit.
         scaled: whether the kernel also reads int8 keys and values with scales.
         paged: whether the kernel also reads keys and values that are stored in pages.
     """
@@ -79,7 +81,7 @@ class Kernel:
 
     @property
     def family(self) -> str:
-        """Return the kernel's name without its role, e.g. "xla_prefill": a family has a kernel for each role."""
+        """Return the kernel's name without its role, e.g. "xla_prefill"; a family has at most one kernel per role."""
         return self.name.rpartition("_")[0]
 
     @property
@@ -113,19 +115,19 @@ class Kernel:
             automatic: whether the call names no backend, so that `automatic_limit` applies.
         """
         if self.role != (role := role_of(spec, shapes)):
-            return f"its role is {self.role}, the call's is {role}"
+            return f"its role is {self.role}, but the call's is {role}"
         if platform is not None and self.platform not in ("any", platform):
-            return f"it runs on {self.platform}, this is {platform}"
+            return f"it runs on {self.platform}, but this call runs on {platform}"
         if not self.runs_on(capability):
-            return f"it needs compute capability {self.capability.name}, this GPU has {capability}"
+            return f"it needs compute capability {self.capability.name}, but this GPU has {capability}"
         if self.phase == "decode" and shapes.num_queries != 1:
-            return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+            return f"it takes one query row per sequence, but the call has {shapes.num_queries}"
         if spec.stripe is not None:
-            return f"it reads keys in order of position, the call's are dealt over devices in stripes of {spec.stripe}"
+            return f"it reads keys in order of position, but the call's are dealt in stripes of {spec.stripe} positions"
         if shapes.paged and not self.paged:
-            return "it reads contiguous keys, the call's are paged"
+            return "it reads contiguous keys, but the call's are paged"
         if shapes.scaled and not self.scaled:
-            return "it reads keys in the queries' dtype, the call's are int8"
+            return "it reads keys in the queries' dtype, but the call's are int8"
         if shapes.dtype not in self.dtypes:
             return f"dtype {shapes.dtype} is not one of {', '.join(self.dtypes)}"
         limit, way_out = self.automatic_limit, f"name backend={self.family!r} to run it anyway"
@@ -144,12 +146,13 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
 def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
     """Yield one config per way to cut the call into blocks: of configs with equal `cut`, the nearest to the default.
 
-    The candidates combine all values of `axes` and the default's own. A field that does not affect the call (a block
-    longer than all keys) stays at the default, so a search that changes one field at a time still finds every cut.
+    The candidates are all combinations of the values in `axes` and the default's own values. A field that does not
+    affect the call (such as a block longer than all keys) stays at its default value, so a search that changes one
+    field at a time still finds every cut.
 
     Args:
         default: the default config, a dataclass.
-        axes: values to try, per field name.
+        axes: maps a field's name to the values to try.
         cut: config -> a hashable description of the blocks that the kernel makes with it.
     """
 

@@ -37,10 +37,11 @@ def init_state(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
 
 
 def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "..."]:
-    """Multiply matrices (the last two axes), accumulating in float32; all leading axes are batch axes.
+    """Multiply matrices (the last two axes) with float32 sums; all leading axes are batch axes.
 
-    For 16-bit matrix units, a float32 left operand (probabilities) is rounded to the dtype of the right operand. On
-    CPU, 16-bit operands are widened to float32 instead, because XLA's float32 product is faster there (LOG.md).
+    Axis contract_a of `a` is contracted with axis contract_b of `b`. For 16-bit matrix units, a float32 left operand
+    (probabilities) is rounded to the dtype of the right operand. On CPU, 16-bit operands are widened to float32
+    instead, because XLA's float32 product is faster there (LOG.md).
     """
     batch = tuple(range(a.ndim - 2))
     dims = (((contract_a % a.ndim,), (contract_b % b.ndim,)), (batch, batch))
@@ -85,16 +86,16 @@ def raw_scores(
 ) -> tuple[Array, float]:
     """Return z [..., R, S] and a factor > 0 such that factor * z are the scores in bits.
 
-    `scale` [..., 1, S] is that of int8 keys. Without a softcap (and with a positive scale), z is q.k and the factor
-    holds the scale. A row's maximum can be taken before the factor is applied, so z need not be rewritten between the
-    maximum and the exponential.
+    `scale` [..., 1, S] holds the scales of int8 keys. Without a softcap, and if the scale on q.k (`scale_of`) is
+    positive, z is q.k and the factor includes that scale. A row's maximum can be taken before the factor is applied, so
+    z need not be rewritten between the maximum and the exponential.
     """
     z = dot(a, b, -1, -1)
     return in_bits(z if scale is None else z * scale, spec, a.shape[-1])
 
 
 def in_bits(z: Float[Array, "..."], spec: AttentionSpec, head_dim: int) -> tuple[Array, float]:
-    """Convert the products z = q.k to what `raw_scores` returns: new z, and the factor that makes it scores in bits."""
+    """Turn the products z = q.k into the result of `raw_scores`: a new z, and the factor that converts it to bits."""
     factor = scale_of(spec, head_dim)
     if spec.softcap:
         return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E
@@ -139,7 +140,7 @@ def absorb(
 ) -> tuple[SoftmaxState, Float[Array, "... R J"]]:
     """Add one block of keys with scores y = factor * z to the state.
 
-    Also return, per row and key tile, the sum of 2^(y - m) with the new m. `scale` is that of int8 values.
+    Also return, per row and key tile, the sum of 2^(y - m) with the new m. `scale` holds the scales of int8 values.
     """
     m = jnp.maximum(state.m, z.max(-1) * factor)
     p = jnp.exp2(z * factor - m[..., None])

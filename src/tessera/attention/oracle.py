@@ -1,11 +1,11 @@
-"""Float64 numpy oracles for attention and its gradient, written from the contract's text; they share no kernel code.
+"""Float64 numpy oracles for attention and its gradient, written from the contract; they share no code with kernels.
 
 `tolerance` derives the error that a kernel may make in a dtype. It is twice the error of a naive path in that dtype
-(inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor: a float32 score z
-has a rounding error of |z| * 2^-23, which the exponential turns into a relative error of the weight, and the output is
-rounded to the dtype once. A kernel that feeds a matrix unit multiplies q by the scale and rounds the product to the
-dtype, so its naive path for lse and mass does the same. Such a kernel also sums the rounded weights, which adds a
-relative error of at most half an epsilon of the dtype to the sum.
+(inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor has two parts: a
+float32 score z has a rounding error of |z| * 2^-23, which the exponential turns into a relative error of the weight,
+and the output is rounded to the dtype once. Some kernels multiply q by the scale and round the product to the dtype
+before a matrix unit uses it; for these kernels, the naive path for lse and mass does the same. These kernels also sum
+the rounded weights, which adds a relative error of at most half an epsilon of the dtype to the sum.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
-    """Mark the keys, among S, that row t of query head `head` attends to: visible, and listed if there is a list."""
+    """Mark the keys that row t of query head `head` attends to: visible and, if the call has a selection, listed."""
     num_keys, group = call.k.shape[1], call.q.shape[2] // call.k.shape[2]
     s = np.arange(num_keys)
     p = int(call.q_start[b]) + t
@@ -112,9 +112,9 @@ def attend(call: Call, dtype: str = "float64") -> Answer:
 
 
 def fold(call: Call, dtype: str) -> Call:
-    """Return the call with q times scale * log2(e), rounded to the dtype, and a scale that undoes the log2(e).
+    """Return the call with q times scale * log2(e), rounded to the dtype, and scale = ln 2, which cancels the log2(e).
 
-    With a softcap c, q is multiplied by scale / c instead.
+    With a softcap c, q is multiplied by scale / c instead, and the new scale is c.
     """
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
     rest = np.log(2.0) if call.softcap is None else call.softcap

@@ -1,8 +1,8 @@
 """Read keys and values that may be stored in pages.
 
-A position p of sequence b is at offset p % page of pool page `pages[b, p // page]`. A kernel reads one block of keys at
-a time, so only that block is ever copied out of the pool. The keys of one page and one head are contiguous, so the pool
-[P,K,page,H] is also a list of P * K single-head pages, and a head's table is `pages * K + head`.
+Position p of sequence b is at offset p % page of pool page `pages[b, p // page]`. A kernel reads one block of keys at a
+time, so only that block is ever copied out of the pool. The keys of one page and one head are contiguous, so the pool
+[P,K,page,H] is also a list of P * K single-head pages, and a head's page table is `pages * K + head`.
 """
 
 import jax
@@ -17,29 +17,29 @@ from tessera.core.shapes import round_up
 def flat(kv: KeyValues) -> KeyValues:
     """Merge sequences and KV heads into one axis X = B * K.
 
-    Contiguous k and v become [X,S,H] and scales [X,2,S]. A pool becomes [P*K,page,H], its scales [P*K,2,page] and the
-    table [X,J].
+    Contiguous k and v become [X,S,H], and their scales [X,2,S]. A pool becomes [P*K,page,H], its scales [P*K,2,page],
+    and the page table [X,J].
     """
     k, v, scales = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (kv.k, kv.v, kv.scales))
     return KeyValues(k, v, None if kv.pages is None else head_table(kv), scales)
 
 
 def head_table(kv: KeyValues) -> Int32[Array, "X J"]:
-    """Return the table of every sequence and KV head, whose entries number single-head pages."""
+    """Return a page table per sequence and KV head, X = B * K, whose entries are indices of single-head pages."""
     heads = kv.k.shape[1]
     table = kv.pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
     return table.reshape(-1, kv.pages.shape[1])
 
 
 def whole_pages(kv: KeyValues, block_s: int) -> int:
-    """Round a block of keys up to whole pages, at most all; contiguous keys have blocks of any size."""
+    """Round block_s up to whole pages, but to at most num_keys; return it unchanged if the keys are contiguous."""
     return block_s if kv.pages is None else min(round_up(block_s, kv.k.shape[-2]), kv.num_keys)
 
 
 def padded(kv: KeyValues, block_s: int) -> KeyValues:
     """Pad the keys of a `flat` record to a multiple of block_s.
 
-    Padding of paged keys is the null page. Kernels mask padding, because it may hold anything.
+    Paged keys are padded with page 0, which may hold anything, so kernels must mask the padding.
     """
     extra = -kv.num_keys % block_s
     if kv.pages is not None:
@@ -49,9 +49,10 @@ def padded(kv: KeyValues, block_s: int) -> KeyValues:
 
 
 def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> KeyValues:
-    """Copy keys [start, start + size) of entries [x, x + heads) out of a `flat` record: [heads,size,H], [heads,2,size].
+    """Copy keys [start, start + size) of entries [x, x + heads) along X out of a `flat` record.
 
-    If the keys are paged, start and size must be multiples of the page.
+    The copied k and v are [heads,size,H], and their scales [heads,2,size]. If the keys are paged, start and size must
+    be multiples of the page size.
     """
     zero = jnp.int32(0)  # not a Python 0, which is an int64 if JAX allows 64-bit types
     if kv.pages is None:
@@ -71,8 +72,8 @@ def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> 
 def read_positions(kv: KeyValues, start: Array, size: int) -> KeyValues:
     """Copy positions [start, start + size) of every sequence: k and v [B,K,size,H], scales [B,K,2,size].
 
-    Unlike `take_block`, it keeps the axis of KV heads, which a mesh may split. If the keys are paged, start and size
-    must be multiples of the page.
+    Unlike `take_block`, this function keeps the axis of KV heads, which a mesh may split. If the keys are paged, start
+    and size must be multiples of the page size.
     """
     if kv.pages is None:
         k, v, scales = (
@@ -93,8 +94,8 @@ def read_positions(kv: KeyValues, start: Array, size: int) -> KeyValues:
 def take_tiles(kv: KeyValues, x: Int32[Array, "... 1"], start: Int32[Array, "... P"], tile: int) -> KeyValues:
     """Copy the tiles that start at `start` out of a paged `flat` record: k and v [...,P*tile,H], scales [...,2,P*tile].
 
-    Starts must be multiples of the tile; `x` is the entry along X. A start outside of the table reads wrong keys, but
-    never other memory.
+    `x` is the entry along X, and starts must be multiples of the tile. A start outside of the page table reads wrong
+    keys, but never memory outside of the pool.
     """
     page = kv.k.shape[1]
     ids = kv.pages.at[x, start // page].get(mode="clip") * (page // tile) + start % page // tile
@@ -108,5 +109,5 @@ def take_tiles(kv: KeyValues, x: Int32[Array, "... 1"], start: Int32[Array, "...
 
 
 def pick(x: Array, ids: Array) -> Array:
-    """Return x[ids]; ids outside of x read its first or last entry."""
+    """Return x[ids], with ids clipped to the range of x."""
     return x.at[ids].get(mode="clip")

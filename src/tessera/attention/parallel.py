@@ -36,13 +36,13 @@ def local_shapes(shapes: Shapes) -> Shapes:
     parts = traced_head_parts()
     if shapes.num_kv_heads % parts:
         raise ValueError(
-            f"num_kv_heads={shapes.num_kv_heads} must be a multiple of the {parts} devices that share them"
+            f"num_kv_heads={shapes.num_kv_heads} must be a multiple of {parts}, the size of mesh axis {AXIS!r}"
         )
     return shapes._replace(num_heads=shapes.num_heads // parts, num_kv_heads=shapes.num_kv_heads // parts)
 
 
 def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[..., AttentionOut]:
-    """Wrap launch(q, kv, positions, selection) so that each device runs on its share of the heads.
+    """Wrap launch(q, kv, positions, selection) so that each device runs it on its share of the heads.
 
     On one device, return `launch` itself.
     """

@@ -15,7 +15,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.kernel import Kernel
 
 AUTOMATIC_SCORES = 2**28
-"""Largest call, in scores (B * N * T * S; 1 GiB in float32), that runs this kernel without naming it as the backend."""
+"""Largest call, in scores (B * N * T * S), for which this kernel is chosen without being named as the backend.
+That many scores take 1 GiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def attend(
 
 
 def contiguous(kv: KeyValues) -> KeyValues:
-    """Copy all pages into one contiguous [B,K,S,H], in order of position."""
+    """Return contiguous keys and values [B,K,S,H], in order of position; only paged ones are copied."""
     if kv.pages is None:
         return kv
     k, v = (jnp.concatenate(jnp.moveaxis(x[kv.pages], 1, 0), axis=2) for x in kv[:2])
@@ -104,7 +105,7 @@ def visible(spec: AttentionSpec, positions: Positions, num_queries: int, num_key
 
 
 def listed(spec: AttentionSpec, selection: Selection, num_queries: int, num_keys: int) -> Bool[Array, "B K T S"]:
-    """Mark the keys whose tile is listed for the row's query tile."""
+    """Mark, for each row, the keys of the tiles that the row's query tile lists."""
     num_tiles = -(-num_keys // spec.tile)
     live = jnp.arange(selection.tiles.shape[-1]) < selection.count[..., None]
     ids = jnp.where(live, selection.tiles, num_tiles)

@@ -1,13 +1,13 @@
-"""Choice of the key tiles that each query tile reads, from tile masses: near and sink tiles always, far tiles by mass.
+"""Choice of the key tiles that each query tile reads: near and sink tiles always, far tiles by their mass.
 
 The budget for far tiles is a share of the keys that the query tile sees, so it grows along the sequence.
 
 Finding the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
 mass is found exactly in 16 passes over the masses, two bits per pass. The number of passes is fixed because a loop
 whose end depends on data makes a GPU wait for the host, and a mesh wait for all of its chips. The chosen ids then come
-out in ascending order: the marks of kept tiles are packed 32 to a word, and each list slot is compared with the running
-count at each word. That takes C * J / 32 steps of vector work per query tile; on a TPU, a sort or one look-up per
-listed tile would be scalar work.
+out in ascending order: the marks of kept tiles are packed 32 to a word, and each list slot is compared with the number
+of marks before each word. That takes C * J / 32 vectorised comparisons per query tile; on a TPU, a sort or one look-up
+per listed tile would be scalar work.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,21 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.core.shapes import ceil_div
 
 SLACK = 1e-3
-"""Tiles to subtract before fraction * visible / tile is rounded up, so that float32 rounding never adds a tile."""
+"""Amount, in tiles, that is subtracted from the far budget before the budget is rounded up to whole tiles, so that
+float32 errors never add a tile."""
 
 OWN = 2**31 - 2
-"""Rank of tiles with the query tile's own positions: above every mass; OWN + 1, which `keep_largest` forms, fits int32.
+"""Rank of tiles that hold the query tile's own positions: above the rank of every mass. `keep_largest` adds 1 to ranks,
+and OWN + 1 still fits in int32.
 """
 
 ALWAYS = OWN - 1
-"""Rank of local and sink tiles: above every mass, below OWN. If the capacity is too small, own tiles are dropped last.
+"""Rank of local and sink tiles: above the rank of every mass and below OWN, so that a list that is too short drops own
+tiles last.
 """
 
 WORD = 32
-"""Bits of one unsigned integer, which holds one mark per tile."""
+"""Bits of an unsigned integer; each bit marks one tile."""
 
 Fraction = float | Sequence[float] | Float[Array, "K"]
 """Share of the visible keys, from 0 to 1: one number for all KV heads, or one per KV head."""
@@ -46,10 +49,10 @@ class Tiles(NamedTuple):
 
     Attributes:
         first_visible, last_visible: tiles with a key that some row of the query tile sees.
-        first_own, last_own: visible tiles that contain a position of the query tile's own rows (the diagonal).
+        first_own, last_own: visible tiles that hold a position of the query tile itself (the diagonal).
         first_local: first tile of the local range; the tiles from first_local to last_own are always listed.
         last_sink: last of the sink tiles, which start at tile 0; -1 without sinks.
-        budget: number of tiles to list, own, local and sink tiles included; 0 for a query tile of padding. K' is K if
+        budget: number of tiles to list, including own, local and sink tiles; 0 for a query tile of padding. K' is K if
             there is one fraction per KV head, else 1.
     """
 
@@ -78,21 +81,22 @@ def select_tiles(
 ) -> Selection:
     """List each query tile's own, local and sink tiles and its heaviest far tiles (Kascade, arXiv 2512.16391).
 
-    A visible tile is always listed if it holds one of the query tile's own positions, of the `local` positions before
-    its first row, or of the first `sinks` positions of the sequence. All other visible tiles are far. The far budget is
-    k = max(fraction * visible, minimum) keys, where `visible` is the number of keys that the query tile's last valid
-    row sees; the heaviest ceil(k / tile) far tiles are listed, or all of them if there are fewer. fraction = 1 lists
-    every far tile and fraction = 0 none, whatever the minimum. Ties go to the lower id. NaN mass counts as 0.
+    A visible tile is always listed if it holds a position of the query tile itself, one of the `local` positions before
+    the query tile's first row, or one of the first `sinks` positions of the sequence. All other visible tiles are far.
+    The far budget is k = max(fraction * visible, minimum) keys, where `visible` is the number of keys that the query
+    tile's last valid row sees. The heaviest ceil(k / tile) far tiles are listed, or all far tiles if there are fewer.
+    fraction = 1 lists every far tile and fraction = 0 lists none, whatever the minimum is. Ties go to the lower id. A
+    NaN mass counts as 0.
 
     Args:
         mass_BKIJ: probability mass per key tile, as `attention` returns it with spec.mass.
-        spec: options of the call that measured the mass; tile, query_tile, causal and window matter.
+        spec: options of the call that returned the mass; only tile, query_tile, causal and window matter.
         fraction: share of the visible keys to read from far tiles, from 0 to 1: one number, or [K] for one per KV head.
-            It may be traced if `capacity` is given; it is then not checked to be in range.
+            It may be traced if `capacity` is given; its range is then not checked.
         minimum: fewest keys to read from far tiles, if there are that many.
-        local: number of positions before the query tile's first row to read always, extended to whole tiles.
-        sinks: number of positions at the start of the sequence to read always, extended to whole tiles; a window hides
-            those that it does not reach.
+        local: number of positions before the query tile's first row that are always read, extended to whole tiles.
+        sinks: number of positions at the start of the sequence that are always read, extended to whole tiles; a window
+            hides the positions that it does not reach.
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence; J * tile when None.
         q_len: valid query rows per sequence; I * query_tile when None (pass 1 in decode).
@@ -113,7 +117,7 @@ def select_tiles(
         raise ValueError(f"{capacity=} must be at least 1, or None")
     batch, num_kv_heads, num_query_tiles, num_tiles = mass_BKIJ.shape
     if np.shape(fraction) not in ((), (num_kv_heads,)):
-        raise ValueError(f"fraction of shape {np.shape(fraction)} must be one number or have {num_kv_heads=} of them")
+        raise ValueError(f"fraction of shape {np.shape(fraction)} must be one number or {num_kv_heads=} numbers")
     keys = {"fraction": fraction, "minimum": minimum, "local": local, "sinks": sinks}
     if capacity is None:
         capacity = capacity_for(spec, num_tiles * spec.tile, num_query_tiles * spec.query_tile, **keys)
@@ -149,7 +153,7 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return a list length C with room for every budget of `select_tiles` at any position among num_keys keys.
+    """Return a list length C that holds every list of `select_tiles` with this budget, anywhere among num_keys keys.
 
     Raises:
         ValueError: the fraction is traced, or an argument is out of range.
@@ -183,7 +187,7 @@ def tile_budget(
     local: int = 0,
     sinks: int = 0,
 ) -> Tiles:
-    """Compute every query tile's ranges of visible, own, local and sink tiles, and its budget in tiles."""
+    """Compute each query tile's ranges of visible, own, local and sink tiles, and the number of tiles to list."""
     check_budget(fraction, minimum, local, sinks)
     row = jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     last_row = jnp.minimum(row + spec.query_tile, q_len[:, None]) - 1
@@ -211,7 +215,7 @@ def tile_budget(
 
 
 def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, minimum: int) -> Int32[Array, "B K' I"]:
-    """Return the far budget in tiles. It may exceed the number of far tiles; the caller limits it."""
+    """Return the far budget in tiles. It may exceed the number of far tiles, so the caller must limit it."""
     share = jnp.atleast_1d(jnp.asarray(fraction, jnp.float32))[:, None]
     tiles = jnp.ceil(visible_BI[:, None].astype(jnp.float32) * (share / spec.tile) - SLACK).astype(jnp.int32)
     tiles = jnp.maximum(tiles, ceil_div(minimum, spec.tile))
@@ -219,7 +223,10 @@ def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, mini
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
-    """Mark the `count` largest ranks over J; ties go to the lower index. Ranks are >= -1; at least `count` are >= 0."""
+    """Mark the `count` largest ranks along J; ties go to the lower index.
+
+    Ranks must be at least -1, and at least `count` of them must be at least 0.
+    """
 
     key = (rank_BKIJ + 1).astype(jnp.uint32)
 
@@ -242,10 +249,10 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
 
 
 def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
-    """Return the index over J of the nth mark, counted from 1: -1 for nth = 0, J - 1 if there are fewer marks.
+    """Return the index along J of the nth mark, counted from 1: -1 if nth is 0, J - 1 if there are fewer than n marks.
 
-    Marks are packed 32 to a word. The nth mark is in the last word with fewer than n marks before it. A reduction over
-    the words finds that word and carries its bits along, because a TPU does per-element look-ups one by one.
+    Marks are packed 32 to a word. The nth mark is in the last word that has fewer than n marks before it. A reduction
+    over the words finds that word and also returns its bits, because a TPU does per-element look-ups one by one.
     """
     num_tiles = mark_BKIJ.shape[-1]
     num_words = ceil_div(num_tiles, WORD)
@@ -264,12 +271,15 @@ def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I 
 
 
 def _later(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return, per element, the tuple (index, ...) with the larger index."""
+    """Return, for each element, the entries of the tuple (index, ...) that has the larger index."""
     return tuple(jnp.where(b[0] > a[0], y, x) for x, y in zip(a, b))
 
 
 def _nth_bit(word: Array, nth: Array) -> Int32[Array, "B K I C"]:
-    """Find the position of the nth set bit (counted from 1) of a 32-bit word by bisection; 31 if there are fewer."""
+    """Find the position of the nth set bit (counted from 1) of a 32-bit word by bisection.
+
+    The result is 31 if fewer than n bits are set.
+    """
     position = jnp.zeros(word.shape, jnp.int32)
     for width in (16, 8, 4, 2, 1):
         low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(jnp.int32)

@@ -5,7 +5,7 @@ import jax
 
 
 def simulated_by(interpreter: type) -> bool:
-    """Return whether the kernel being traced will run in this Pallas interpreter, which lacks a few operations.
+    """Return whether the kernel being traced will run in a given Pallas interpreter, which lacks some operations.
 
     Args:
         interpreter: class of the interpreter's parameters, `pltpu.InterpretParams` or `plgpu.InterpretGPUParams`.

@@ -1,4 +1,6 @@
-"""Tuned block sizes that replace a kernel's default: shipped tables, one file per device, one row per line.
+"""Tuned block sizes, which replace a kernel's default config.
+
+They ship as tables, with one file per device and one row per line.
 
 A *measure* is a property of a call, such as its dtype or num_keys (see `measures`). A row applies to the calls of its
 kernel that match its *bucket*: a map from names of measures to the exact value that a call must have, or to the
@@ -54,11 +56,11 @@ class Row:
     def __post_init__(self):
         for name, wanted in self.bucket.items():
             if name not in MEASURES:
-                raise ValueError(f"bucket[{name!r}] must be one of {', '.join(MEASURES)}")
+                raise ValueError(f"bucket names {name!r}, which must be one of {', '.join(MEASURES)}")
             if isinstance(wanted, tuple) and not (len(wanted) == 2 and wanted[0] <= wanted[1]):
-                raise ValueError(f"bucket[{name!r}]={wanted} must be a value or [low, high]")
+                raise ValueError(f"bucket[{name!r}]={wanted} must be a value or an interval [low, high], low <= high")
         if set(self.record) != {"file", "workload", "date"}:
-            raise ValueError(f"record={dict(self.record)} must name file, workload and date")
+            raise ValueError(f"record={dict(self.record)} must have exactly the keys file, workload and date")
 
     def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
         """Return whether this row applies to a call."""
@@ -73,7 +75,7 @@ class Row:
 
 
 def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
-    """Return the measures that buckets test; "listed" is capacity * tile (keys), None if there is no selection."""
+    """Return the measures that buckets test; "listed" is C * tile, in keys, or None if there is no selection."""
     return {
         "dtype": shapes.dtype,
         "head_dim": shapes.head_dim,
@@ -89,8 +91,8 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 
 
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
-    """Return the kernel's Config for a call: from the table of the device that the program is traced for, else the
-    default.
+    """Return the kernel's Config for a call: from the table of the device that the program is traced for, or the
+    kernel's default if no row applies.
 
     Raises:
         ValueError: the table's row does not fit the kernel's Config.
@@ -114,7 +116,7 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """Return the table name of the device that the program is traced for: "v6e", "h200", or a CPU's name as in
+    """Return the name of the table for the device that the program is traced for: "v6e", "h200", or a CPU's name as in
     evidence/."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
@@ -126,7 +128,7 @@ def device() -> str:
 
 @functools.cache
 def this_cpu() -> str:
-    """Return the table name of this host's CPU, cached because the look-up reads /proc."""
+    """Return the name of the table for this host's CPU; cached, because the look-up reads /proc."""
     return hardware.device_slug()
 
 

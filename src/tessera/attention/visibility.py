@@ -1,6 +1,6 @@
-"""Ranges of keys that query rows see, by the visibility rule in `contract`, for use outside the kernels.
+"""Ranges of keys that query rows see, by the visibility rule in `contract`, computed on whole arrays.
 
-Each kernel has its own form of the rule, which works on scalars and in units of that kernel's blocks.
+A kernel that runs block by block evaluates the rule itself, on scalars and in units of its blocks.
 """
 
 from typing import NamedTuple

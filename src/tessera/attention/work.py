@@ -1,4 +1,4 @@
-"""Flops of an attention call, and the fewest bytes that any kernel must move for it."""
+"""Flops of an attention call, and the bytes of its inputs and outputs that a kernel moves."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from tessera.core.shapes import ceil_div
 
 
 def head_bytes(shapes: Shapes) -> float:
-    """Bytes of one head of one key, or of one value, with its share of the scales."""
+    """Return the bytes of one KV head's key (or value) at one position, including its scale."""
     return shapes.head_dim + 2 if shapes.scaled else shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
 
 
 def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Count flops of q.k and p.v over visible (row, key) pairs, and bytes of q, k, v, out and lse moved once each.
+    """Count flops of q.k and p.v over visible (row, key) pairs, and bytes of q, k, v, out and lse, each moved once.
 
-    Queries are the last T of S positions: q_start = S - T.
+    The queries are assumed to be the last T of the S positions: q_start = S - T.
     """
     t, s = shapes.num_queries, shapes.num_keys
     rows_in = min(t, s)  # rows before position 0 see nothing if causal
@@ -34,7 +34,10 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Count flops of q.k and p.v over all keys of the listed tiles, and bytes of q, out, lse and the listed K and V."""
+    """Count flops of q.k and p.v over all keys of the listed tiles, and bytes moved.
+
+    q, out and lse are moved once each; the K and V of a listed tile are read once per list that holds the tile.
+    """
     width = jnp.dtype(shapes.dtype).itemsize
     keys = listed_keys(spec, shapes)
     rows = shapes.batch * shapes.num_heads * shapes.num_queries
@@ -46,9 +49,9 @@ def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
-    """Return the mean number of keys per query tile, if each lists as many visible tiles as `capacity` allows.
+    """Return the mean number of keys that a query tile lists if it lists as many visible tiles as its list can hold.
 
-    Queries are the last T of S positions: q_start = S - T.
+    The queries are assumed to be the last T of the S positions: q_start = S - T.
     """
     start = np.arange(0, shapes.num_queries, spec.query_tile) + shapes.num_keys - shapes.num_queries
     stop = np.clip(start + spec.query_tile, 0, shapes.num_keys) if spec.causal else shapes.num_keys
@@ -58,7 +61,10 @@ def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
 
 
 def decode(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Count 4 H flops per (row, key) pair, and bytes of K and V of the visible (or listed) keys read once each."""
+    """Count 4 H flops per (query head, key) pair, and the bytes of K and V, each read once.
+
+    A sparse call reads the keys of C tiles, at most S; any other call reads S keys, or as many as its window spans.
+    """
     keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
     if role == "sparse":
         keys = min(shapes.capacity * spec.tile, shapes.num_keys)

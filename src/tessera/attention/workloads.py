@@ -25,14 +25,14 @@ class Workload:
         name: unique name.
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K, H.
         dtype: dtype of q, k and v in benchmarks; tests run all dtypes of a kernel.
-        spec: options of the dense call; the role score sets `mass`.
+        spec: options of the dense call; the score role sets `mass` in addition.
         fraction: share of the key tiles that the sparse role lists, if `budget` is None; the tiles are random.
         budget: options of `select_tiles`, which lists tiles by random masses; None lists random tiles.
         scaled: whether keys and values are int8 with scales.
         q_start, kv_len, q_len: one entry per sequence; None means 0, S and T.
         tags: "prefill" or "decode", and the uses: "test" (small, checked against the oracles), "hopper" (small, in
-            shapes that the Hopper kernels take), "lists" (small, for the role sparse), "tiles" (workloads of "lists"
-            that the role score also runs), "int8" (small, for kernels that read int8 keys), "bench" (timed).
+            shapes that the Hopper kernels take), "lists" (small, for the sparse role), "tiles" (workloads of "lists"
+            that the score role also runs), "int8" (small, for kernels that read int8 keys), "bench" (timed).
     """
 
     name: str
@@ -64,17 +64,17 @@ class Workload:
 
     @property
     def num_query_tiles(self) -> int:
-        """I = ceil(T / query_tile)."""
+        """Number of query tiles: ceil(T / query_tile)."""
         return ceil_div(self.num_queries, self.spec.query_tile)
 
     @property
     def num_key_tiles(self) -> int:
-        """J = ceil(S / tile)."""
+        """Number of key tiles: ceil(S / tile)."""
         return ceil_div(self.num_keys, self.spec.tile)
 
     @property
     def capacity(self) -> int:
-        """C, the length of a list in a sparse call, in tiles."""
+        """Length of a sparse call's lists, C, in tiles."""
         if self.budget is not None:
             return capacity_for(self.spec, self.num_keys, self.num_queries, **self.budget._asdict())
         return max(1, round(self.fraction * self.num_key_tiles))

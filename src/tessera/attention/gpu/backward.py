@@ -1,18 +1,19 @@
 """Gradient of dense prefill on Hopper: one kernel for dq, one for dk and dv.
 
-With scores and lse in bits, p = 2^(score - lse), recomputed from q, k, lse; per row, delta = sum(d_out * out) - d_lse:
+With scores and lse in bits (base-2 logarithms), the kernels recompute p = 2^(score - lse) from q, k and lse. With
+delta = sum(d_out * out) - d_lse for each row, the gradients are
 
     dp = d_out v^T,  ds = p (dp - delta) softcap'(z),  dq = scale ds k,  dk = scale ds^T q,  dv = p^T d_out.
 
 A thread block keeps its result in the registers of two warpgroups and loops over its operands, which a third warpgroup
-fetches. In the dq kernel, 128 rows of one query head loop over the keys that they see. In the other, 128 keys of one KV
-head loop over the rows of all its query heads, so that no partial dk or dv is written. (Where 128 keys would not fit
-the registers, the warpgroups hold 64 keys and each half of the columns.) Nothing accumulates in main memory, so results
-are equal from run to run.
+fetches. In the dq kernel, a thread block takes 128 rows of one query head and loops over the keys that they see. In the
+dk and dv kernel, it takes 128 keys of one KV head and loops over the rows of all query heads of that KV head, so that
+no partial dk or dv is written. (If 128 keys would not fit in the registers, the two warpgroups share 64 keys, and each
+holds half of the columns.) Nothing accumulates in main memory, so results are equal from run to run.
 
 Before the launch, padding keys and values are zeroed. Rows that see no key are zeroed too, with their cotangents, and
 get an lse of +inf. The kernels then need masks only for the diagonal, the window's edge and kv_len. Work: 7 products,
-14 H flops per (row, key) pair; a kernel that accumulates dq in main memory, in arbitrary order, needs 5 products.
+14 H flops per (row, key) pair. A kernel that accumulates dq in main memory, in arbitrary order, would need 5 products.
 
 Calls with a head dim outside HEAD_DIMS, or on a chip other than Hopper, run in plain JAX: each block of rows against
 all keys, visible or not.
@@ -54,7 +55,7 @@ STEP = 64
 """Rows (or keys) per step of a thread block's loop."""
 STAGES = 2
 HEAD_DIMS = (64, 128)
-"""Head dims that fit the registers: 256 columns of dq would leave no register for scores and addresses."""
+"""Head dims that fit in the registers: 256 columns of dq would leave no registers for scores and addresses."""
 SCORES = 1 << 25
 """Maximum number of scores that the plain JAX path holds at once in each of its arrays: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -71,7 +72,7 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the warpgroups share 64 keys and hold half of the columns each.
+        """Whether the two warpgroups share 64 keys, each with half of the columns.
 
         With a softcap, which takes 32 registers, 128 keys would not fit at head dim 128.
         """
@@ -159,7 +160,10 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """Return a causal mask [keys, rows], without kv_len and q_len; rows begin at position `first`, keys at `start`."""
+    """Return the mask [keys, rows] of a causal call and its window, if any; kv_len and q_len are ignored.
+
+    Rows begin at position `first`, keys at `start`.
+    """
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)
@@ -176,7 +180,8 @@ def sweep(blocks: Blocks, step, carry):
 def stages_of(free, count: Array, issue) -> None:
     """Call issue(c, slot) for c in [0, count), where slot = c % STAGES is the buffer that the call fills.
 
-    Each call waits on the barrier free[slot] until the buffer has been read; at the end, wait for the last buffers.
+    Before a buffer is filled again, wait on the barrier free[slot] until the buffer has been read. At the end, wait for
+    the last buffers.
     """
 
     def step(c, _):
@@ -192,7 +197,7 @@ def stages_of(free, count: Array, issue) -> None:
 
 
 def rows_body(*refs, cut: Cut):
-    """Compute dq of 128 rows of one query head."""
+    """Compute dq for 128 rows of one query head."""
     ins, mine = Inputs(*refs[: len(Inputs._fields)]), RowRefs(*refs[len(Inputs._fields) :])
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # run the thread blocks with the most keys first
@@ -246,7 +251,7 @@ def rows_body(*refs, cut: Cut):
 
 
 def keys_body(*refs, cut: Cut):
-    """Compute dk and dv of one block of keys, summed over all query heads of its KV head."""
+    """Compute dk and dv for one block of keys of a KV head, summed over all query heads of that KV head."""
     ins, mine = Inputs(*refs[: len(Inputs._fields)]), KeyRefs(*refs[len(Inputs._fields) :])
     h, block, b = (jax.lax.axis_index(name) for name in ("head", "keys", "sequence"))
     at = block * cut.keys
@@ -413,7 +418,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
-    """Compute what `by_kernels` does, in plain JAX: blocks of rows against all keys, dk and dv summed in float32."""
+    """Compute the same as `by_kernels` in plain JAX: blocks of rows against all keys, dk and dv summed in float32."""
     k, v, spec = inputs.k, inputs.v, cut.spec
     batch, kv_heads, num_keys, head_dim = k.shape
     rows = inputs.lse.shape[2]

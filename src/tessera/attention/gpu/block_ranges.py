@@ -1,6 +1,7 @@
 """Ranges of key blocks that a block of rows sees, and of row blocks that see a block of keys.
 
-A mask can cut blocks only at the two ends of a range, so a kernel runs masked blocks, unmasked blocks, masked blocks.
+A mask can cut blocks only at the two ends of a range, so a kernel runs some blocks with a mask, the next blocks without
+one, and the last blocks with a mask again.
 """
 
 from typing import NamedTuple

@@ -2,8 +2,10 @@
 
 cuDNN masks by length and by a causal diagonal that starts at the first key, so a causal call must be square (T = S) and
 start at position 0. q_start is known only at run time: `lax.cond` checks it, and plain JAX runs the rare other calls in
-blocks of rows, exact but slow. K and V are zeroed from kv_len on before the call, because cuDNN multiplies those values
-by 0 and they may be NaN. Zeroing would double the time of a decode step, which only moves bytes, so decode is refused.
+blocks of rows, exactly but slowly. K and V are zeroed from kv_len on before the call, because cuDNN multiplies those
+values by 0 and they may be NaN. Zeroing would double the time of a decode step, which only moves bytes, so decode is
+refused.
+
 The kernel calls the private function behind `jax.nn.dot_product_attention`: the public one rounds lse to q's dtype.
 
 The gradient does not use cuDNN's own rule, which drops the cotangent of lse and would make `lax.cond` keep the scores
@@ -32,7 +34,7 @@ from tessera.attention.kernel import Capability, Kernel
 AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
-"""Rows per block of the plain JAX path, whose scores are B * N * ROWS * S numbers."""
+"""Rows per block of the plain JAX path. The scores of a block are B * N * ROWS * S numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +129,12 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
         return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
         if getattr(spec, name) is not None:
-            return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
+            return f"cuDNN's fused attention does not support a {name}, but the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
-        sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
-        return f"its causal diagonal starts at the first key, so the call must be square; it has {sizes}"
+        sizes = f"{shapes.num_queries} queries and {shapes.num_keys} keys"
+        return f"its causal diagonal starts at the first key, so T must equal S, but the call has {sizes}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
-        return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
+        return f"head_dim={shapes.head_dim} must be a multiple of 8 and at most 128"
     return None
 
 

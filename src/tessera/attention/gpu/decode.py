@@ -1,21 +1,23 @@
-"""Decode attention for Hopper: one query row per sequence. Reading the KV cache bounds it, so every byte is read once.
+"""Decode attention for Hopper: one query row per sequence.
+
+Reading the KV cache limits the speed of decode, so every byte is read only once.
 
 The visible keys of each (sequence, KV head) are cut into `splits` equal runs of key blocks, one thread block per run.
 The number of splits is static and their positions follow from kv_len, so a short sequence reads only its own keys. A
 thread block is one warpgroup, which packs the G query heads of its KV head into the 64 rows of one product. (The other
 rows are zeros: the tensor core has time to spare.) It keeps `stages` blocks of keys and values in flight by TMA and
-refills a buffer as soon as the last product has read it. As one warpgroup both fetches and computes, registers and
+refills a buffer as soon as the last product has read it. Because one warpgroup both fetches and computes, registers and
 shared memory allow two or three thread blocks per multiprocessor; one computes while the others wait. A second launch
 merges the partial results of the splits, using their lse.
 
-Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`). Their scales multiply
-scores and weights. Keys may be in pages (`pages`).
+Int8 keys and values are copied as they are, and then converted to bfloat16 in one additional block of each
+(`int8_keys`). Their scales multiply scores and weights. Keys may be in pages (`pages`).
 
-The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
-place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block. With
-scores y in bits and their running maximum m, the thread block also writes m + log2(sum of 2^(y - m)) per tile and query
-head. These numbers go to the *bank*, a small array [J, G] per KV head (`Refs.bank`), from which the merging launch
-computes the masses 2^(bank - lse) (`decode_mass`).
+In the dense and score roles, a block holds block_s consecutive keys. In the sparse role, it holds listed tiles, each
+copied from its place in the cache; ids ascend, so there, too, the row sees one range of a block's columns. In the score
+role, with scores y in bits (times log2(e)) and their running maximum m, the thread block also writes
+m + log2(sum of 2^(y - m)) per tile and query head. These numbers go to the *bank*, a small array [J, G] per KV head
+(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -70,13 +72,13 @@ DTYPES = ("bfloat16", "float16")
 MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 """Multiprocessors of an H100 or H200; registers, and bytes of shared memory, per multiprocessor."""
 UNEVEN_KEYS = 8192
-"""Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
+"""Maximum keys per split in a batch. Splits of this size cost little, and fill the gaps that short sequences leave."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes most. Pairs not listed spill."""
+"""(head_dim, block_s) -> registers per thread, as compiled, in the role that takes the most. Other pairs spill."""
 INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
 """`THREAD_REGISTERS` for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
-"""Minimum copies per block of listed keys at which a thread takes up to 200 registers, even at head_dim 64."""
+"""Minimum copies per block of listed keys for which a thread takes up to 200 registers, even at head_dim 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,7 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
 
 
 def body(*refs, cut: Cut, config: Config):
-    """Copy q and the first blocks, absorb every block of the run, write the partial result."""
+    """Copy q and the first blocks, absorb every block of the run, and write the partial result."""
     head_dim = cut.shapes.head_dim
 
     def with_memory(shared, **memory):
@@ -260,7 +262,7 @@ def call(cut: Cut, config: Config):
 
 
 def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the whole call: partial results, then the merge."""
+    """Run the whole call: compute partial results, then merge them."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config)
     # TMA copies 8 rows at a time. K and V with S a multiple of 8, and q with G up to 8, are not copied here.
@@ -284,7 +286,7 @@ dense = differentiable_decode(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call in one role, as `Kernel.launch`."""
+    """Run the call in one role; with `role` bound, this function is `Kernel.launch`."""
     if role == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
@@ -296,9 +298,10 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: q, K and V (the result reuses their room), tile sums, barriers.
+    """Return a thread block's bytes of shared memory: for q, for K and V (later the result), tile sums and barriers.
 
-    Int8 keys and values take half as much per stage, but also need room for one converted block of each and the scales.
+    Int8 keys and values take half as much per stage, but also need room for one converted block of each, and for their
+    scales.
     """
     head_dim, scales = cut.shapes.head_dim, 0
     blocks = config.stages * config.block_s
@@ -321,9 +324,9 @@ def resident(cut: Cut, config: Config) -> int:
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"
     if shapes.head_dim not in (64, 128, 256):
-        return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
+        return f"head_dim={shapes.head_dim} must be 64, 128 or 256: products read whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
@@ -337,8 +340,8 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose stages and splits: two or three thread blocks per multiprocessor (one at head_dim=256), each with at least
     64 KB of keys and values in flight (48 KB if they are int8).
 
-    A single sequence gets as many splits as run at once. A batch, whose lengths may differ, gets at least one split per
-    UNEVEN_KEYS keys. A split has about four blocks of keys or more.
+    A single sequence gets as many splits as can run at once. A batch, whose lengths may differ, gets at least one split
+    per UNEVEN_KEYS keys. A split has at least about four blocks of keys.
     """
     stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
     if shapes.scaled:
@@ -353,7 +356,7 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield stages, block sizes and splits around the default that fit registers and shared memory."""
+    """Yield stages, block sizes and splits around the default that fit in registers and shared memory."""
     best = default_config(role, spec, shapes)
     splits = (max(best.splits // 2, 1), 2 * best.splits)
     for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):

@@ -1,4 +1,4 @@
-"""Copies of Hopper decode: the work of a thread block, where its keys are in memory, and how they are fetched."""
+"""Copies in Hopper decode: the work of a thread block, where its keys are in memory, and how they are fetched."""
 
 import itertools
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Mass of key tiles in Hopper's score decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
+"""Masses of key tiles in score decode on Hopper: 2^(bank - lse), summed over rows, in the launch that merges splits.
 
 The bank is log2 of each unit's sum of exponentials per row (`decode_splits` defines units); lse is log2 of a row's
 whole sum. The first thread blocks merge the splits (`split_merge`). Each other thread block computes the masses of a
@@ -6,7 +6,7 @@ whole sum. The first thread blocks merge the splits (`split_merge`). Each other 
 values, 4 bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read
 nothing. The decode kernel does not write units that no row sees, so they are masked by position.
 
-Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
+Work: one exponential per (row, unit). The time is bounded by reading the bank once, at 4 bytes per row and unit.
 """
 
 import functools

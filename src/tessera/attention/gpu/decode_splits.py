@@ -1,8 +1,8 @@
 """Splits of a Hopper decode call: which of a sequence's keys each thread block reads.
 
-A *block* is the block_s keys of one step of a kernel. It consists of `units` *units*; a unit is the keys of one copy,
-unless a page is shorter. In the dense role a unit is a whole block; in the sparse and score roles it is a tile if that
-is smaller.
+A *block* consists of the block_s keys of one step of a kernel. It is divided into `units` *units*; one copy moves a
+unit, unless a page is shorter. In the dense role a unit is a whole block; in the sparse and score roles it is a tile if
+a tile is smaller than a block.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of 64-row products that hold the G query heads of a KV head; each has separate thread blocks."""
+        """Number of 64-row products for the G query heads of a KV head; separate thread blocks compute them."""
         return ceil_div(self.groups, ROWS)
 
     @property
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
     @property
     def stored_groups(self) -> int:
-        """Query heads of a KV head as stored in memory: G, rounded up to a multiple of 8 if it exceeds 8."""
+        """Rows per KV head that are stored in memory: G, rounded up to a multiple of 8 if G exceeds 8."""
         return self.groups if self.groups <= 8 else round_up(self.groups, 8)
 
     @property
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Keys per copy: a unit, or as much of it as fits a page."""
+        """Keys per copy: a unit, or as much of a unit as lies in one page."""
         return piece_of(self.unit, self.shapes.page)
 
     @property
@@ -126,7 +126,7 @@ def unit_starts(cut: Cut, run: Run, block, tile_at: Callable) -> list:
 
 
 def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
-    """Return the columns [lo, hi) of a block that the row sees; this is one range in a list too, because ids ascend."""
+    """Return the columns [lo, hi) of a block that the row sees; listed keys also give one range, because ids ascend."""
     if cut.role != "sparse":
         return jnp.maximum(run.start - starts[0], 0), jnp.minimum(run.stop - starts[0], cut.block_s)
     lo = hi = jnp.int32(0)

@@ -1,12 +1,13 @@
-"""Int8 keys and values on Hopper: conversion in shared memory, and scales on their way from main memory.
+"""Int8 keys and values on Hopper: their conversion in shared memory, and the loading of their scales.
 
 The tensor core multiplies q and p, which are bfloat16, by keys and values of the same dtype in shared memory. Int8 rows
-therefore land in separate buffers; threads turn them into bfloat16 and write them where a product reads them. Main
-memory sends half the bytes; shared memory carries three times as many per key.
+are therefore copied into separate buffers; threads convert them to bfloat16 and write them where a product reads them.
+Compared with bfloat16 keys, main memory sends half as many bytes, and shared memory carries three times as many.
 
-In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with scales s
-and t, a key s c and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the
-fetching warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
+In decode, keys and values are converted without their scales, which is exact, and the scales multiply scores and
+weights, one number per key: if the key is s c and the value t d, with scales s and t, then q.(s c) = (q.c) s and
+p (t d) = (p t) d. In prefill, where 128 rows share a key, the fetching warpgroup writes s c and t d, rounded to
+bfloat16, so the compute warpgroups need no scales.
 
 Threads load scales themselves, because the copy engine (TMA) needs targets aligned to 128 bytes. That is 64 scales, and
 a tile may have fewer. Scales of keys at or past kv_len may be NaN.
@@ -26,16 +27,16 @@ from tessera.attention.gpu.warpgroup import ROWS
 STORED_KEYS = 128
 """Scales are padded to a multiple of this many keys, so that a load of a whole block or tile stays inside the array."""
 LINE = 64
-"""Bytes per swizzled line of int8 rows, and columns converted at once: few, so that few registers hold them."""
+"""Bytes per swizzled line of int8 rows, and number of columns converted at once: small, to save registers."""
 ROWS_OF_BYTES = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
-"""Layout transforms of int8 rows in shared memory: a warp's loads in the layout `WIDENED` meet no bank conflict."""
+"""Layout transforms of int8 rows in shared memory: a warp's loads in the layout `WIDENED` cause no bank conflicts."""
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column of a product, here one per key."""
 WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
-"""Register layout in which a thread holds four neighbours of a row: one load of int8, one store of bfloat16."""
+"""Register layout in which a thread holds four neighbouring numbers of a row: one int8 load and one bfloat16 store."""
 FETCH_REGISTERS, COMPUTE_REGISTERS = 72, 216
-"""Registers per thread of prefill's fetching and compute warpgroups if the fetching one also converts. One fetching and
-two compute warpgroups add up to 504, as without int8."""
+"""Registers per thread, in prefill, of a fetching warpgroup that also converts and of each of the two compute
+warpgroups: 504 in total, as without int8."""
 PER_ROW = WIDENED.reduce(1)
 """Register layout of one number per row of `WIDENED`."""
 
@@ -57,9 +58,9 @@ def widen(source, target) -> None:
 
 
 def dequantise(source, target, scales: list[Array]) -> None:
-    """Convert int8 rows in shared memory to scale * row in the target's dtype, rounded, for products to read.
+    """Convert int8 rows in shared memory to scale * row, rounded to the target's dtype, for products to read.
 
-    `scales` holds the scales of each 64 rows, as `row_scales` returns them.
+    `scales` holds one array of scales per 64 rows, as `row_scales` returns them.
     """
     for n, scale in enumerate(scales):
         for column in range(0, source.shape[1], LINE):
@@ -70,7 +71,7 @@ def dequantise(source, target, scales: list[Array]) -> None:
 
 
 def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> list[Array]:
-    """Start loading scales of keys (which = 0) or values (1): `size` from each of `sources`, 64 at a time.
+    """Start loading scales of keys (which = 0) or values (1): `size` scales from each place in `sources`, 64 per load.
 
     `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory; `size` is a multiple of 64.
     """
@@ -79,7 +80,7 @@ def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> lis
 
 
 def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
-    """Zero the scales of each 64 rows from row `valid` on: those rows are padding, and their scales may be NaN."""
+    """Zero each array of 64 scales from index `valid` on, where rows are padding and their scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
     return [jnp.where(row < limit, scale, jnp.zeros_like(scale)) for limit, scale in zip(valid, scales, strict=True)]
 
@@ -87,13 +88,13 @@ def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
 def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Callable, valid: Callable) -> None:
     """Run prefill's fetching warpgroup: convert `count` blocks of K and V to q's dtype, as stages are handed back.
 
-    The next block lands while one is converted.
+    While one block is converted, the next one is copied.
 
     Args:
         refs: a kernel's `Refs`, with `landing` and `landed`.
         copy: (block, 0 for K or 1 for V) -> None, which starts the block's copies.
         scales: block -> the scales of its keys and those of its values, as `row_scales` returns them.
-        valid: block -> for each of its 64 rows, how many hold valid keys.
+        valid: block -> for every 64 rows of the block, how many of them hold valid keys.
     """
     both = ((refs.k_smem, refs.k_full, refs.k_free), (refs.v_smem, refs.v_full, refs.v_free))
 

@@ -11,8 +11,8 @@ them visible to the tensor core (a proxy fence) and arrives at the block's barri
 written to shared memory, for the masks at the ends of a list.
 
 Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. Simulated
-tests thus cover the barriers and the masks but not `copy_rows`: only the gates on machine code (`deviceless.gpu`) and
-scripts/gpu_check.sh cover it.
+tests thus cover the barriers and the masks but not `copy_rows`, which only the checks of compiled code
+(`deviceless.gpu`) and scripts/gpu_check.sh cover.
 
 Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key), in rows of H
 elements.
@@ -41,7 +41,7 @@ from tessera.attention.kernel import Kernel
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 COPY_BYTES = 16
-"""Bytes per asynchronous copy of a thread, the most that cp.async takes."""
+"""Bytes per asynchronous copy of a thread: the most that cp.async can copy."""
 THREADS = 128
 LEAST_STAGES = 3
 PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -131,7 +131,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
 
 def wait_for_copies(left: int) -> None:
-    """Wait until at most `left` blocks of this thread's copies are in flight; make the rest visible to products."""
+    """Wait until at most `left` blocks of this thread's copies are in flight; make the others visible to products."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -206,7 +206,7 @@ def launch(
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if spec.tile != 1:
-        return f"tile={spec.tile} must be 1: gpu_prefill_sparse is faster for tiles"
+        return f"tile={spec.tile} must be 1: gpu_prefill_sparse is faster for larger tiles"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     scale = 1.0 if spec.scale is None else spec.scale
@@ -216,12 +216,12 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose the longest blocks that fit shared memory, then the most stages."""
+    """Choose the longest blocks that fit in shared memory, then the most stages."""
     return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield every config that fits shared memory."""
+    """Yield every config that fits in shared memory."""
     for block_s, stages in itertools.product((64, 128), (3, 4, 6)):
         config = Config(rows=64, block_s=block_s, stages=stages)
         ids_bytes = 4 * stages * block_s

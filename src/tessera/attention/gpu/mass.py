@@ -1,12 +1,12 @@
 """Mass of key tiles on Hopper from the results of score prefill: the sum over a query tile's rows of 2^(bits - lse).
 
 bits [B,N,U,R] is log2 of the sum of exponentials per row and unit; a *unit* of keys is a tile, or as much of a tile as
-fits one block. lse [B,N,R] is log2 of the whole sum per row (-inf for padding and for rows that see no key). The score
-kernel does not write units that a row does not see, so this kernel masks them by position. If no row of the query tile
-sees any of a thread block's 64 units, it reads nothing.
+fits in one block. lse [B,N,R] is log2 of the whole sum per row (-inf for padding and for rows that see no key). The
+score kernel does not write units that a row does not see, so this kernel masks them by position. If no row of the query
+tile sees any of a thread block's 64 units, the thread block reads nothing.
 
-Work: one exponential per (row, unit). Reading bits once, 4 bytes per number, bounds the time; the loads go straight to
-registers in a product's layout (eight rows of 32 bytes per load), UNROLLED loads at a time.
+Work: one exponential per (row, unit). The time is bounded by reading bits once, at 4 bytes per number. The loads go
+straight to registers in a product's layout (eight rows of 32 bytes per load), UNROLLED loads at a time.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     Attributes:
         groups: query heads per KV head.
-        unit: keys per unit; a unit is a tile, or as much of a tile as fits one block.
+        unit: keys per unit; a unit is a tile, or as much of a tile as fits in one block.
         width: rows per load.
         pieces: loads per query head, as many as cover a query tile's rows.
     """

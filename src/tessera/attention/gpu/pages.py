@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from tessera.attention.contract import Shapes
 
 LEAST_KEYS = 16
-"""Minimum keys per copy. The size of a page must be a multiple of it."""
+"""Minimum keys per copy. Page sizes must be multiples of it."""
 
 
 def piece_of(size: int, page: int | None) -> int:
-    """Return the keys per copy of a run that begins at a multiple of `size` keys: as many as lie in one page."""
+    """Return the keys per copy for a run of `size` keys from a multiple of `size` on: as many as lie in one page."""
     return size if page is None else math.gcd(size, page)
 
 
 def places(table: Any, sequence: Any, start: Any, size: int, page: int | None) -> list[tuple[Any, Any]]:
     """Return the place of each copy of `piece_of(size, page)` keys: (first index of the pool, key in the page).
 
-    If `page` is None, the only place is (sequence, start). Positions after the table's last page are read from that
-    page, so they count as padding: callers mask keys at or past kv_len.
+    If `page` is None, the only place is (sequence, start). Positions past the table's last page are read from that
+    page; callers must mask them, like all keys at or past kv_len.
 
     Args:
         table: reference to the page table [B,J]; None if keys are contiguous.
@@ -47,4 +47,4 @@ def page_refusal(shapes: Shapes, least: int = LEAST_KEYS) -> str | None:
     """Return why copies of `least` keys or more cannot read pages of this size; None if they can."""
     if shapes.page is None or shapes.page % least == 0:
         return None
-    return f"pages of {shapes.page} positions must be a multiple of {least}: a copy takes that many keys or more"
+    return f"page size {shapes.page} must be a multiple of {least}: a copy moves that many keys or more"

@@ -1,24 +1,24 @@
-"""Prefill attention for Hopper: dense, and score (dense plus every key tile's mass) in the same pass.
+"""Prefill attention for Hopper: the dense role, and the score role, which also computes tile masses in the same pass.
 
 A thread block computes 128 query rows of one head against all keys that they see. Each of two compute warpgroups holds
 64 rows. A third warpgroup fetches K and V by TMA into a ring of `stages` buffers of block_s keys each; the compute
-warpgroups hand a buffer (stage) back after both have read it. Heads are the grid's fastest axis, so that the heads of a
-group run at the same time and read the same K and V from L2.
+warpgroups hand a buffer (stage) back after both have read it. Heads are the grid's fastest axis, so that the query
+heads of a KV head run at the same time and read the same K and V from L2.
 
-A mask can cut blocks only at the ends of the range of keys (the window's edge; the diagonal and kv_len); these run one
-after another in `Rows.masked`. The blocks in between run unmasked and overlapped: the tensor core computes the scores
-of a block and then the weighted values of the block before, while the vector units turn the scores into weights. The
-two warpgroups also take turns, so that the products of one overlap with the exponentials of the other. Values at or
+A mask can cut blocks only at the ends of the range of keys (the window's edge; the diagonal and kv_len); these blocks
+run one after another in `Rows.masked`. The blocks in between run unmasked and overlapped: the tensor core computes the
+scores of a block and then the weighted values of the block before, while the vector units turn the scores into weights.
+The two warpgroups also take turns, so that the products of one overlap with the exponentials of the other. Values at or
 past kv_len may be NaN, and 0 * NaN is NaN, so they are zeroed in shared memory in the one block that can hold any.
 
 The score role writes, per row and tile, m + log2(sum of 2^(y - m) over the tile). Here y are the scores times log2(e),
-and m is their running maximum; the row's sum needs those sums anyway. Names and docstrings call such base-2 logarithms
-"bits". `gpu.mass` computes 2^(bits - lse) and sums it over the rows of a query tile. Queries run in chunks, which
-bounds the memory of one number per row and tile. The numbers are float32: in float16, an error in the last bit would
-change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
+and m is their running maximum; these sums are needed for the row's sum anyway. Names and docstrings call such base-2
+logarithms "bits". `gpu.mass` computes 2^(bits - lse) and sums it over the rows of a query tile. Queries run in chunks,
+which limits the memory that one number per row and tile takes. The numbers are float32: in float16, an error in the
+last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4 would leave no precision at all.
 
-Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
+Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and writes the
+products, rounded to bfloat16, into the ring (`int8_keys`). Keys may be in pages (`pages`).
 
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
@@ -274,7 +274,8 @@ def natural(lse: Array, num_queries: int) -> Array:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
+    """Run dense prefill, or the score role if spec.mass. Dense calls on contiguous keys in q's dtype are
+    differentiable."""
     lengths = jnp.minimum(positions.kv_len, kv.num_keys), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
     if spec.mass or kv.scales is not None or kv.pages is not None:
@@ -296,34 +297,37 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"
     if shapes.scaled and shapes.head_dim == 256:
-        return "head_dim=256 with int8 keys: converting them takes registers that the products need"
+        return "head_dim=256 must be at most 128 with int8 keys: converting them takes registers that the products need"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
     if role == "score" and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
-        return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without softcap and window"
+        return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without a softcap or window"
     return page_refusal(shapes, ROWS if shapes.scaled else LEAST_KEYS)
 
 
 def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
-    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions.
+    """Return the bytes of shared memory for q, K and V, and 2 KiB for barriers and reductions.
 
-    Int8 keys also need room for a block of K and one of V to land in.
+    Int8 keys also need an int8 buffer for a block of K and one for a block of V.
     """
     blocks = 2 * config.stages + (1 if scaled else 0)
     return 2 * head_dim * (BLOCK_T + blocks * config.block_s) + 2048
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers suffice for `Config.overlap`: not at head_dim 256 in the score role."""
+    """Return whether registers suffice for `Config.overlap`: they do, except at head_dim 256 in the score role."""
     return shapes.head_dim < 256 or not spec.mass
 
 
 def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers hold only blocks of 64 keys: at head_dim 256, or to score int8 keys at head_dim 128."""
+    """Return whether registers suffice only for blocks of 64 keys.
+
+    That is so at head_dim 256 and, in the score role with int8 keys, at head_dim 128.
+    """
     return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
 
 
@@ -333,7 +337,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield block sizes and stages that fit shared memory, with each useful combination of `overlap` and `turns`."""
+    """Yield block sizes and stages that fit in shared memory, with each useful combination of `overlap` and `turns`."""
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)

@@ -1,7 +1,8 @@
 """Compute warpgroup of dense and score prefill on Hopper: 64 query rows against the key blocks that they see.
 
-Key blocks that a mask may cut run one after another (`Rows.masked`). The others run overlapped (`Rows.overlapped`) or,
-as in JAX's own kernel, compute scores, weights and values one after the other (`Rows.plain`).
+Key blocks that a mask may cut run one after another (`Rows.masked`). The other blocks run overlapped
+(`Rows.overlapped`) or, as in JAX's own kernel, without overlap: scores, weights and values one after the other
+(`Rows.plain`).
 """
 
 import functools
@@ -111,12 +112,12 @@ class Cut(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Keys per copy: a block, or as much of it as fits a page."""
+        """Keys per copy: a block, or as much of a block as lies in one page."""
         return piece_of(self.config.block_s, self.page)
 
     @property
     def unit(self) -> int:
-        """Keys whose mass is one number: a tile, or as much of a tile as fits one block."""
+        """Number of keys whose mass is one number: a tile, or as much of a tile as fits in one block."""
         return min(self.spec.tile, self.config.block_s)
 
     @property
@@ -189,7 +190,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Absorb key blocks [first, stop) with overlap (see `Config`): at least one, which every row sees in full."""
+        """Absorb key blocks [first, stop), at least one, with overlap (see `Config`); every row sees them in full."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
@@ -300,7 +301,7 @@ class Rows(NamedTuple):
 
 
 def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
-    """Return z and a factor > 0 for s = q.k: z * factor are the scores in bits, log2(e) * softcap(scale * s)."""
+    """Return z and a factor > 0 such that z * factor are the scores in bits: log2(e) * softcap(scale * s), s = q.k."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     if cap is not None:
         return tanh(s, scale / cap), cap * LOG2_E

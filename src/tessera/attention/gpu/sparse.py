@@ -10,11 +10,12 @@ kv_len and the end of the list at the end. If the last block holds fewer tiles, 
 the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
 in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
-Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
-writes the products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).
+Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and writes the
+products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).
 
 Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
-are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, G = 4 (Llama 3 8B) nothing.
+are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, and G = 4 (Llama 3 8B) wastes
+nothing.
 
 Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key).
 """
@@ -82,7 +83,7 @@ class Padding(NamedTuple):
     Attributes:
         some: whether the block holds keys at or past kv_len.
         row: first row of the block to zero. All later rows (invalid keys and repeated copies) are zeroed, too.
-        stop: number of blocks of the list.
+        stop: number of blocks in the list.
     """
 
     some: Array
@@ -215,21 +216,21 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"
     if shapes.scaled and shapes.head_dim == 256:
-        return "head_dim=256 with int8 keys: converting them takes registers that the products need"
+        return "head_dim=256 must be at most 128 with int8 keys: converting them takes registers that the products need"
     if shapes.scaled and spec.tile < ROWS:
         return f"tile={spec.tile} must be at least {ROWS} with int8 keys: 64 rows are converted at once"
     scale = 1.0 if spec.scale is None else spec.scale
     if not scale > 0:
         return f"scale={scale} must be positive"
     if not any(True for _ in search_space(spec, shapes)):
-        return f"head_dim={shapes.head_dim} with window={spec.window} does not fit the registers"
+        return f"head_dim={shapes.head_dim} with window={spec.window} does not fit in the registers"
     return page_refusal(shapes)
 
 
 def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether the config fits an H200's shared memory and compiles without spills (limits found by a sweep)."""
+    """Return whether the config fits in shared memory and compiles without spills; a sweep found the limits."""
     cut = cut_call(spec, shapes, config)
     if cut.smem_bytes > SHARED_BYTES:
         return False
@@ -249,7 +250,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield every config that fits shared memory and registers, with rows=128 only if a query tile fills 128 rows."""
+    """Yield every config that fits in shared memory and registers; rows=128 only if query tiles have enough rows."""
     for rows, block_s, stages in itertools.product((64, 128), (64, 128), (2, 3, 4, 6)):
         config = Config(rows=rows, block_s=block_s, stages=stages)
         used = cut_call(spec, shapes, config).row_blocks * ROWS == rows

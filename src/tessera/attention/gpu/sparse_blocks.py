@@ -2,7 +2,7 @@
 
 Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full. Tile ids
 ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges. A
-*unit* is the keys of one copy: a tile, or as much of a tile as fits one block.
+*unit* is the run of keys that one copy moves: a tile, or as much of a tile as fits in one block.
 """
 
 import math
@@ -55,11 +55,11 @@ class Cut(NamedTuple):
         tokens: tokens per query tile, padded to a multiple of 8.
         chunk: tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks.
         chunks: copies that hold the G * tokens rows of a query tile.
-        lists: query tiles per thread block: 2 if a query tile fits 64 rows, two lists' blocks fit shared memory, and
-            keys are not int8.
+        lists: query tiles per thread block: 2 if a query tile fits in 64 rows, two lists' blocks fit in shared memory,
+            and keys are not int8.
         row_blocks: 64-row blocks per compute warpgroup.
         parts: thread blocks that share a query tile and its list.
-        unit: keys per copy of K or V: a tile, or as much of a tile as fits one block.
+        unit: keys per copy of K or V: a tile, or as much of a tile as fits in one block.
         stages: blocks of K, and of V, that shared memory holds per list.
         page: positions per page; None if keys are contiguous.
         scaled: whether keys are int8.
@@ -134,7 +134,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class Plan(NamedTuple):
-    """Numbers about one list that a thread block needs, computed before the launch; units are numbered along the list.
+    """Numbers about one list that a thread block needs, computed before the launch. Units are numbered along the list.
 
     Attributes:
         begin, end: some row sees units [begin, end); the kernel reads only these.
@@ -154,7 +154,7 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """Compute the `Plan` of every list; as ids ascend, each bound is the count of listed units before a position."""
+    """Compute the `Plan` of every list. Ids ascend, so each bound is the number of listed units before a position."""
     spec, (tiles, count) = cut.spec, selection
     kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]

@@ -3,8 +3,8 @@
 Two kernels share this module, `gpu.sparse` (tiles) and `gpu.keys` (single keys). They differ in how listed keys get
 into shared memory and in how scores are masked (see `Source`). A thread block has two compute warpgroups and one that
 fetches. The compute warpgroups share the G * query_tile rows (query head, token) of a query tile, or of a part of it,
-in one or two 64-row blocks each, and read the same keys. If all rows fit one 64-row block, and head_dim is at most 128,
-each compute warpgroup has its own query tile and list instead.
+in one or two 64-row blocks each, and read the same keys. In `gpu.sparse`, if all rows fit in one 64-row block, head_dim
+is at most 128 and keys are not int8, each compute warpgroup has its own query tile and list instead.
 
 Blocks of keys that every row sees in full run in an unmasked loop that keeps the tensor core busy: it computes the
 scores of a block and then the weighted values of the block before, while the scores are turned into weights. Other
@@ -45,7 +45,7 @@ from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
 SCRATCH_BYTES = 128
-"""Bytes of shared memory for reductions across warps. Small, because none crosses warps: a row lies in one warp."""
+"""Bytes of shared memory for reductions across warps. A few suffice, because every row lies in one warp."""
 
 
 class Refs(NamedTuple):
@@ -102,7 +102,7 @@ def read_item(lane: Array | int, cut: Cut) -> Item:
 
 
 def read(refs: Refs, item: Item, name: str) -> Array:
-    """Read one field of the item's `Plan` from memory, which is cheaper than holding it in every thread's registers."""
+    """Read one field of the item's `Plan` from memory: cheaper than keeping it in the registers of every thread."""
     return refs.plan[item.b, item.h, item.i, Plan._fields.index(name)]
 
 
@@ -279,7 +279,7 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
 
 
 class Source(NamedTuple):
-    """Differences between the kernels of this module: how listed keys get into shared memory, how scores are masked.
+    """Differences between the kernels that use this module: how keys reach shared memory, and how scores are masked.
 
     Attributes:
         name: name of the kernel.

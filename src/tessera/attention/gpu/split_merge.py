@@ -1,4 +1,4 @@
-"""Merge of partial attention results over splits of the keys, in one launch, in float32 with lse in bits.
+"""Merging of partial attention results over splits of the keys, in one launch, in float32, with lse in bits (base 2).
 
 out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m) over splits p, with m = max_p lse_p. Each partial result stores
 its lse in every column of a row, so the merge works number by number: each thread block takes a flat stretch, and every
@@ -22,9 +22,10 @@ from tessera.attention.online_softmax import FLOOR
 
 THREADS = 128
 STRETCH = 256
-"""Numbers that a thread block merges, two per thread. It merges one per thread if STRETCH does not divide their total.
+"""Numbers that a thread block merges, two per thread. If STRETCH does not divide the total number, it merges THREADS,
+one per thread.
 
-Thread blocks are small because each waits for memory once per AT_ONCE splits; many of them hide that wait.
+Thread blocks are small because each waits for memory once per AT_ONCE splits; many thread blocks hide that wait.
 """
 AT_ONCE = 16
 """Maximum splits whose numbers a thread loads together; it takes up to two numbers from each split."""
@@ -33,7 +34,7 @@ AT_ONCE = 16
 def merge_splits(
     out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Merge partial results.
+    """Merge the partial results of all splits.
 
     Args:
         out: each split's softmax-weighted values, float32; 0 where the split saw no key.

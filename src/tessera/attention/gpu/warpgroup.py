@@ -23,7 +23,7 @@ ROWS = 64
 WARPGROUPS = 2
 """Compute warpgroups per thread block; in the prefill kernels, warpgroup number 2 fetches."""
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
-"""Registers per thread of the fetching warpgroup and of each of the two compute warpgroups: 504 in sum."""
+"""Registers per thread of the fetching warpgroup and of each of the two compute warpgroups: 504 in total."""
 LIST_FETCH_REGISTERS, LIST_COMPUTE_REGISTERS = 40, 232
 """Registers per thread in the sparse kernels, whose fetching warpgroup reads lists and computes addresses."""
 LEAST_TOKENS = 8
@@ -89,7 +89,7 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):
-    """Return acc + p v and the result of weights(q k^T), four arrays: m, l, the factor on acc, and the next p.
+    """Return acc + p v, and the result of weights(q k^T): four arrays, namely m, l, the factor on acc, and the next p.
 
     `issued` is called once both products are issued. `weights` runs while the tensor core still adds p v.
     """

@@ -1,18 +1,20 @@
 """Gradient of dense prefill attention for TPU: dq, dk and dv in one pass, with probabilities recomputed per block.
 
-With scores y and lse in bits: p = 2^(y - lse), d = rowsum(d_out * out) - d_lse, ds = p (d_out v^T - d) softcap'(z).
-Then dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; two
-kernels, one for dq and one for dk and dv, would need 7 products.
+Scores y and lse are in bits, that is, times log2(e). With p = 2^(y - lse), d = rowsum(d_out * out) - d_lse and
+ds = p (d_out v^T - d) softcap'(z), the gradients are dq = scale ds k, dk = scale ds^T q and dv = p^T d_out.
+
+Work: 5 products, 10 H flops per visible (row, key) pair; two kernels, one for dq and one for dk and dv, would need 7
+products.
 
 Keys are cut into slabs of block_s. A slab's K and V are fetched once and stay in VMEM, with the float32 sums of its dk
 and dv, so dk and dv are summed over rows and heads on chip. A grid step runs one row block (block_t tokens x G heads)
-of a KV head against the chunks of the slab that its rows see. Chunks that none of its rows see are
-skipped, and only chunks that they see in part are masked. With one slab, dq is complete after the grid step; with more,
-its float32 sum is stored to HBM and fetched again, once per row block and slab.
+of a KV head against the chunks of the slab that its rows see. Chunks that none of its rows see are skipped, and only
+chunks that are partly visible are masked. With one slab, dq is complete after the grid step; with more slabs, its
+float32 sum is stored to HBM and fetched again, once per row block and slab.
 
-Scores are transposed, [keys, tokens] of one head, for two reasons. First, lse and d are then vectors along lanes,
-which broadcast over keys for free. Second, of the three products that take p or ds, only the one for dq needs a
-transpose, and transposes run on a unit that is otherwise idle.
+The scores of a head are computed transposed, as [keys, tokens], for two reasons. First, lse and d are then vectors
+along lanes, which broadcast over keys for free. Second, of the three products that take p or ds, only the one for dq
+needs a transpose, and transposes run on a unit that is otherwise idle.
 """
 
 import functools
@@ -40,7 +42,7 @@ class Config:
 
     Attributes:
         block_t: query tokens per row block (block_t * G rows).
-        block_s: keys per slab; the fewer slabs, the less traffic of dq, but a slab must fit VMEM.
+        block_s: keys per slab. Longer slabs reduce the traffic of dq, but a slab must fit in VMEM.
         chunk: keys per loop iteration, at most block_s.
     """
 
@@ -81,7 +83,7 @@ class Cut(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """References of the kernel body: inputs, outputs, then scratch; `bits` is the forward lse in bits."""
+    """References of the kernel body: inputs, outputs, then scratch; `bits` is the lse of the forward pass in bits."""
 
     q: Array
     k: Array
@@ -214,7 +216,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
-    """Put scaled q, d_out and d into VMEM, one matrix per head; zero rows that see no key, which may hold NaN."""
+    """Put scaled q, d_out and d into VMEM, one matrix per head; rows that see no key, which may hold NaN, become 0."""
     token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t, cut.head_dim), 0) + i * cut.block_t
     seen = token < q_len
     stop = jnp.minimum(kv_len, cut.num_keys)
@@ -235,7 +237,10 @@ def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
 
 
 def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
-    """Add the products of chunk c and the row block to dq, dk, dv; where = (b, slab, i, positions) if it is masked."""
+    """Add the products of chunk c and the row block to dq, dk and dv.
+
+    `where` is (b, slab, i, positions) if the chunk needs a mask, else None.
+    """
     at = pl.ds(pl.multiple_of(c * cut.chunk, cut.chunk), cut.chunk)
     k, v = refs.k[0, 0, at], refs.v[0, 0, at]
     mask = None
@@ -263,7 +268,7 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
 
 
 def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array]:
-    """Mark the keys of chunk c that each token sees [chunk, block_t], and those below kv_len [chunk, H]."""
+    """Return two masks of chunk c: the keys that each token sees [chunk, block_t], and the valid keys [chunk, H]."""
     start = slab * cut.block_s + c * cut.chunk
     kv_len = jnp.minimum(positions.kv_len[b], cut.num_keys)
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.block_t), 0) + start
@@ -278,7 +283,7 @@ def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array
 
 
 def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
-    """Multiply two matrices, accumulating in float32; float32 operands are multiplied at full precision."""
+    """Multiply two matrices with float32 sums, contracting the given axes; float32 operands get full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((contract_a,), (contract_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -397,8 +402,8 @@ def vmem_bytes() -> int:
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose row blocks of up to 512 tokens and about 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
 
-    float32 takes smaller row blocks and chunks of 256. By the compiled schedules (LOG.md), shorter blocks or chunks
-    hide less latency, and longer ones waste more work above the diagonal.
+    In float32, row blocks are smaller and chunks have 256 keys. According to the compiled schedules (LOG.md), shorter
+    blocks or chunks hide less latency, and longer ones waste more work above the diagonal.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)

@@ -1,22 +1,25 @@
-"""Decode attention for TPU: one query row per sequence. Reading the KV cache bounds it, so every byte is read once.
+"""Decode attention for TPU: one query row per sequence.
+
+Reading the KV cache limits the speed of decode, so every byte is read only once.
 
 K and V stay in HBM. A grid step processes one sequence and a few KV heads. It loops over the blocks of block_s keys
 that hold the sequence's visible keys (a run-time trip count). While it computes on one of two buffers, it copies the
 next block into the other; during its last block it copies the first block of the next sequence. A ragged batch
 therefore wastes no step, and the copies never pause. A block that is only partly visible is copied in small units, so
 that less than one unit is copied needlessly at each end of the visible range. Int8 keys and values enter the matrix
-unit as bfloat16, which holds them exactly. Their scales, copied with them, multiply scores and weights, in which each
-key is one lane, as in the scales.
+unit as bfloat16, which holds them exactly. Their scales are copied with them and multiply the scores and the weights;
+in all three arrays, keys lie along lanes.
 
-The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
-to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
-ids reach SMEM in pieces: each step gets its own piece and the next step's. Score: a dense block, and the matrix unit
-also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2(s) + m
-for each tile's sum s, with the running maximum m that s uses; after the last block, the mass is 2^(bank - lse) summed
-over the G rows.
+In the dense and score roles, a block holds block_s consecutive keys. In the sparse role, it holds the listed tiles of
+each head, laid end to end. Ids ascend, so there, too, a row sees one range [lo, hi), now of positions in the list, and
+the same mask works. The ids reach SMEM in pieces: each step gets its own piece and the next step's.
 
-Pages: a sparse call's lists name units of the pool instead of units of a sequence, so nothing else changes. Dense and
-score calls copy a block page by page; the page table of this sequence and the next reaches SMEM as lists do.
+In the score role, the matrix unit also sums each tile's weights (split exactly into three bfloat16 parts). A scratch
+array, the bank, keeps log2(s) + m for each tile's sum s, where m is the running maximum that s uses. Scores, m and lse
+are in bits (times log2(e)). After the last block, the mass is 2^(bank - lse), summed over the G rows.
+
+If keys are in pages, a sparse call's lists name units of the pool instead of units of a sequence; nothing else changes.
+Dense and score calls copy a block page by page; the page tables of this sequence and the next reach SMEM as lists do.
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -57,7 +60,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
 COPY_BYTES = 1 << 20
-"""Bytes of K per block, and as many of V: so many that the transfer takes far longer than a copy's latency."""
+"""Target bytes of K per block, and of V: large enough that the transfer takes far longer than a copy's latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """References of the kernel body: the stream of K and V blocks, input and outputs, then scratch in VMEM."""
+    """References of the kernel body: the stream of K and V blocks, the queries, the outputs, then scratch in VMEM."""
 
     stream: Stream
     q: Any  # [1, 1, heads * rows, H]
@@ -110,7 +113,7 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
 
 
 def spread(x: Array, width: int) -> Array:
-    """Widen [rows, 128], whose lanes are all equal, to [rows, width]; whole registers are reused, not copied."""
+    """Widen x [rows, 128], whose lanes are all equal, to [rows, width]; whole registers are reused, not copied."""
     return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
@@ -135,7 +138,7 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Arr
 
 
 def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
-    """Add one block of every head to the running softmax; the heads are independent, so their latencies overlap."""
+    """Add one block of every head to the running softmax. The heads are independent, so their latencies overlap."""
     state, weights = [], []
     for head in range(cut.heads):
         rows = pl.ds(head * cut.rows, cut.rows)
@@ -264,7 +267,7 @@ def body(*refs, cut: Cut):
 
 
 def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the whole call: lay out q as rows per KV head, launch the kernel once, merge the splits."""
+    """Run the whole call: lay out q as rows per KV head, launch the kernel once, and merge the splits."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     rows = jnp.where(
@@ -294,7 +297,7 @@ dense = differentiable_decode(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call in one role, as `Kernel.launch`."""
+    """Run the call in one role; with `role` bound, this function is `Kernel.launch`."""
     if role == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
@@ -374,14 +377,14 @@ def chip() -> tuple[int, int]:
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
-        return f"head_dim={shapes.head_dim} is more than 256"
+        return f"head_dim={shapes.head_dim} must be at most 256"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     return pages.refusal(shapes, in_rows=False)
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose up to 8 heads per grid step and about COPY_BYTES of K per block, twice that in the sparse role.
+    """Choose up to 8 KV heads per grid step and about COPY_BYTES of K per block, or twice that in the sparse role.
 
     The cores of a chip share the groups of heads if each core gets equally many. Otherwise they share the splits of
     each sequence, except in the score role, which has one split.
@@ -409,7 +412,10 @@ def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Con
 
 
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """Count runs of each named scope, and HBM bytes, if sequences and lists are full; a copy brings one listed tile."""
+    """Count runs of each named scope, and HBM bytes.
+
+    The counts assume that sequences and lists are full, and that each copy of a sparse call brings one listed tile.
+    """
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)

@@ -4,8 +4,8 @@ The kernel gets these numbers before it copies anything. A dense or score call h
 sequence. In a sparse call, lo and hi are positions in the listed tiles laid end to end: ids ascend, so the visible part
 is one range there too.
 
-A *unit* is the keys of the smallest copy. A *chain* is the grid steps of one group of KV heads and one split, which run
-in order on one core.
+A *unit* is the run of keys that the smallest copy moves. A *split* is one of the parts of the visible range that run in
+parallel. A *chain* consists of the grid steps of one group of KV heads and one split; they run in order on one core.
 """
 
 from collections import Counter
@@ -25,7 +25,8 @@ SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register. Every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Maximum tiles whose copies one run of straight-line code starts: 4 instruction bundles per copy; a loop takes 13."""
+"""Maximum tiles whose copies one run of straight-line code starts. Straight-line code takes 4 instruction bundles per
+copy, a loop 13."""
 PIECE_IDS = 1 << 14
 """Tile ids per grid step, all heads together. With the next step's ids and double buffering: 256 KiB of 1 MiB SMEM."""
 
@@ -38,14 +39,14 @@ class Cut(NamedTuple):
         heads: KV heads per grid step. A group of heads and a split form a chain, whose steps run in order on one core.
         rows: the G query rows of a KV head, padded to whole registers.
         block_s: keys per block.
-        unit: keys of the smallest copy.
-        pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one per grid step.
+        unit: keys per unit.
+        pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one piece per grid step.
         lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
             128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
             one bit per listed tile.
-        scaled: whether keys and values are int8. A copy then moves at least 128 keys, too, because the scales of keys
-            lie along lanes.
-        exact: whether queries are float32.
+        scaled: whether keys and values are int8. A copy then also moves at least 128 keys, because scales lie along
+            lanes.
+        exact: whether queries are float32; products with int8 keys and values then do not round the other operand.
         page: positions per page; None if K and V are contiguous.
     """
 
@@ -98,7 +99,7 @@ class Cut(NamedTuple):
 
     @property
     def tiles_at_once(self) -> int:
-        """Units per straight-line run of copies: the largest divisor of a block's units up to TILES_AT_ONCE."""
+        """Units per straight-line run of copies: at most TILES_AT_ONCE, and a divisor of the units per block."""
         per_block = self.block_s // self.unit
         return next(n for n in range(min(TILES_AT_ONCE, per_block), 0, -1) if per_block % n == 0)
 
@@ -159,7 +160,7 @@ class Ranges(NamedTuple):
     Attributes:
         lo, hi: range [lo, hi) of keys (sparse: of listed keys) that the row sees.
         first, count: first block of the step, and number of its blocks.
-        before: blocks of earlier steps of the chain; its parity picks the buffer of the step's first block.
+        before: number of blocks in the chain's earlier steps; its parity picks the buffer of the step's first block.
         whole_from, whole_to: blocks [whole_from, whole_to) are fully visible for every head.
     """
 
@@ -257,12 +258,12 @@ def lay_out(cut: Cut, kv: KeyValues) -> tuple[Array, ...]:
 
 
 def stream_table(table: Int32[Array, "B J"]) -> Int32[Array, "1 B 1 2J"]:
-    """Return each sequence's page table, followed by the next sequence's."""
+    """Return each sequence's page table, followed by that of the next sequence."""
     return jnp.concatenate([table, jnp.roll(table, -1, axis=0)], axis=-1)[None, :, None]
 
 
 def stream_lists(cut: Cut, lists: Lists, table: Int32[Array, "B J"] | None = None) -> Array:
-    """Return list entries [groups of heads, steps, 1, 2 * heads * piece]: each step's piece, then the next step's.
+    """Return list entries [groups of heads, steps, 1, 2 * heads * piece]: each step's own piece, then the next step's.
 
     An entry is a unit's id. If units hold several tiles, it is id * 256 plus the mask of listed tiles. If cut.by_unit,
     it is the unit's index in K viewed as [units, tile, H]. With a page table, it is the unit's index in the pool.
@@ -294,7 +295,10 @@ def merge(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
-    """Count bytes of K and V that a call copies: each unit that holds a visible key of a sequence and head, once."""
+    """Count bytes of K and V that a call copies: each unit that holds a visible key of a sequence and head, once.
+
+    `width` is bytes per element.
+    """
     start, stop = ranges.lo // cut.unit, (ranges.hi + cut.unit - 1) // cut.unit
     return (stop - start).sum() * (2 * cut.unit * cut.head_dim * width)
 
@@ -338,7 +342,8 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
 def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
     """Return all counts of a call: those of `count_blocks`, scopes outside of blocks, and bytes moved ("hbm_bytes").
 
-    K and V count as stored: where H does not fill 128 lanes, the padding counts too. `width` is bytes per element.
+    K and V count as they are stored: if H does not fill 128 lanes, the padding also counts. `width` is bytes per
+    element.
     """
     counts = count_blocks(cut, lo, hi)
     sequences = cut.chains * cut.batch

@@ -1,8 +1,9 @@
 """Copies of K and V blocks from HBM into one of two on-chip buffers, for the TPU decode kernel.
 
-A whole block, which every row sees in full, is one copy of consecutive keys, or straight-line runs of copies of listed
-tiles; one wait covers it. Any other block is copied in units, the smallest copies, so that the copies exceed the
-visible range by less than one unit at each end. Values outside of the range are then set to zero.
+A *whole* block is one that every row sees in full. It takes one copy if its keys are consecutive, or straight-line runs
+of copies if it consists of pages or listed tiles; one wait covers all its copies. Any other block is copied in *units*,
+the smallest copies, so that less than one unit is copied needlessly at each end of the visible range. Values outside of
+that range are then set to zero.
 """
 
 import functools
@@ -42,7 +43,7 @@ class Stream(NamedTuple):
 
 
 def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
-    """Return the range [lo, hi) of keys that the query row sees, relative to the start of a head's block."""
+    """Return the range [lo, hi) of keys of a head's block that the query row sees, relative to the block's start."""
     index = first_row(cut, step) + head
     lo, hi = (x[index] - block * cut.block_s for x in (stream.ranges.lo, stream.ranges.hi))
     return jnp.clip(lo, 0, cut.block_s), jnp.clip(hi, 0, cut.block_s)
@@ -163,7 +164,7 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
 
 
 def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
-    """Start or await (`act`) the copies of each head's listed tiles of a block; `name` prefixes the named scopes."""
+    """Start or await (`act`) the copies of each head's listed tiles in a block; `name` prefixes the named scopes."""
     row, runs = first_row(cut, step), cut.block_s // cut.unit // cut.tiles_at_once
     tail, last = cut.stored % cut.unit, cut.stored // cut.unit
     whole = is_whole(stream, cut, step, block)

@@ -1,4 +1,4 @@
-"""Matrix products on a TPU's matrix unit, and a helper that widens per-row values to the width of their results."""
+"""Matrix products on a TPU's matrix unit, and helpers that prepare their operands and widen per-row values."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tessera.core.shapes import ceil_div
 
 LANES = 128
-"""Lanes of a vector register: elements along its last dimension."""
+"""Lanes of a vector register: the number of elements along its last dimension."""
 
 
 def dot(a: Array, b: Array, contract_b: int) -> Array:
@@ -59,7 +59,7 @@ def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
 
 
 def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """Multiply int8 rows [X,H] by their scales [1,X], rounded to a dtype.
+    """Multiply int8 rows [X,H] by their scales [1,X], and round the products to `dtype`.
 
     In kernels whose query rows far outnumber H, this is less work than scaling scores and weights. Each scale lies in
     one lane and must reach all lanes of its row, so the scales are broadcast and transposed.
@@ -69,7 +69,7 @@ def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 
 def widen(x: Array, width: int) -> Array:
-    """Widen [R,128], whose lanes are all equal, to [R,width]."""
+    """Widen x [R,128], whose lanes are all equal, to [R,width]."""
     if width <= LANES:
         return x[:, :width]
     return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width]

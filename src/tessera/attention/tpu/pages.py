@@ -1,7 +1,7 @@
-"""Pages of keys and values as TPU kernels read them: the sizes they take, and a sequence's table in SMEM.
+"""How TPU kernels read keys and values in pages: which page sizes they take, and how page tables are kept in SMEM.
 
-A copy moves whole pages, or the smallest parts of a page that a kernel copies (units). SMEM holds the tables of one or
-two sequences at a time, double-buffered, never the table of the whole batch.
+A copy moves a whole page or a *unit*, the smallest part of a page that a kernel copies. SMEM holds the page tables of
+one or two sequences at a time, double-buffered, but never those of the whole batch.
 """
 
 import jax.numpy as jnp
@@ -17,25 +17,25 @@ from tessera.core.shapes import round_up
 PACKED = 16
 """Rows of a packed bfloat16 register. A page of fewer rows could not be copied."""
 MOST_PAGES = 1 << 14
-"""Maximum pages per sequence. Decode holds the tables of two sequences, double-buffered: 256 KiB of 1 MiB SMEM."""
+"""Maximum pages per sequence. Decode keeps the tables of two sequences in SMEM, double-buffered: 256 KiB of 1 MiB."""
 
 
 def refusal(shapes: Shapes, *, in_rows: bool) -> str | None:
     """Return why a TPU kernel cannot read the call's pages; None if it can or the keys are contiguous.
 
-    `in_rows` says that the kernel reads every key as a row of H lanes, whatever H is.
+    `in_rows` says whether the kernel reads every key as a row of H lanes, whatever H is.
     """
     if shapes.page is None:
         return None
     if in_rows and shapes.head_dim % LANES:
-        reason = "a TPU stores other pages with keys along lanes, and XLA would copy the whole pool for this kernel"
+        reason = "otherwise a TPU stores keys along lanes, and XLA would copy the whole pool for this kernel"
         return f"head_dim={shapes.head_dim} must be a multiple of {LANES} for keys in pages: {reason}"
     least = LANES if shapes.scaled else PACKED  # scales lie along lanes
     if shapes.page < least or shapes.page & (shapes.page - 1):
         kind = " with int8 keys" if shapes.scaled else ""
-        return f"pages of {shapes.page} positions must be a power of two of at least {least}{kind}"
+        return f"page size {shapes.page} must be a power of two of at least {least}{kind}"
     if shapes.num_pages > MOST_PAGES:
-        return f"a table of {shapes.num_pages} pages is longer than the {MOST_PAGES} that fit SMEM: take larger pages"
+        return f"a table of {shapes.num_pages} pages is longer than the {MOST_PAGES} that fit in SMEM: use larger pages"
     return None
 
 
@@ -50,14 +50,14 @@ def table_spec(table: Int32[Array, "B 1 J"]) -> pl.BlockSpec:
 
 
 def clipped(table: Int32[Array, "B J"], pool: Array) -> Int32[Array, "B J"]:
-    """Return the table with its entries clipped to the pool: an invalid entry reads wrong keys, never other memory."""
+    """Return the table with entries clipped to the pool: an invalid entry reads wrong keys, but never other memory."""
     return jnp.clip(table, 0, pool.shape[0] - 1)
 
 
 def find(position: Array, page: int, unit: int) -> tuple[Array, Array | int]:
-    """Return the page's index in its sequence's table, and the offset in the page, of a unit that starts at `position`.
+    """Return where the unit that starts at `position` lies: its page's index in the table, and its offset in the page.
 
-    A page's size is a power of two, because a TPU's scalar unit takes one step for a shift or mask, but a dozen for a
+    Page sizes are powers of two, because a TPU's scalar unit takes one step for a shift or mask, but a dozen for a
     division.
     """
     bits = page.bit_length() - 1

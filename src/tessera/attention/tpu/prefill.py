@@ -1,25 +1,27 @@
-"""Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
+"""Prefill attention for TPU: the dense role, and the score role, which also computes tile masses in the same pass.
 
 A grid step computes one row block of a KV head (block_t tokens x G query heads, 2,048 to 4,096 rows) against one key
 block of block_s keys. A key block falls into one of four cases:
 - No row sees any of it: it is neither fetched nor computed.
 - Every row sees all of it: straight-line code runs block_s / chunk online-softmax updates without masks.
 - Only the causal diagonal cuts it: keys before the row block run without masks. The corner (keys at the rows' own
-  positions) is straight-line code of updates with sub_t keys, each for only the rows at or after its keys. On
-  average, sub_t / 2 masked keys per row are computed needlessly.
+  positions) runs in straight-line code, in updates of sub_t keys, each applied only to the rows at or after its keys.
+  On average, sub_t / 2 masked keys per row are computed needlessly.
 - Another mask cuts it, or the row block is not aligned with the key block: a loop runs turn_t tokens at a time.
 
 Rows lie in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, each for G heads, so that all heads share one mask.
-No array is transposed in HBM: q is head-major, as the fusion that rotates it can write it; K and V are head-major, as
-the cache stores them; out is [B,T,N*H], as the output projection reads it, if a head group fills whole lanes.
+No array is transposed in HBM: q is head-major, as the fusion that applies the rotary embedding can write it; K and V
+are head-major, as the cache stores them; out is [B,T,N*H], as the output projection reads it, if G * H is a multiple of
+128.
 
-The vector unit's work besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where it
-has idle columns: V is extended by ones. The score role extends V by one-hot columns instead (column = tile mod 128), so
-that the accumulator holds every tile's mass, and its sum over columns is the row sum. The sums of each 128 tiles form a
-bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
-flops per visible (row, key) pair.
-Int8 keys and values are converted to the queries' dtype in VMEM, one chunk at a time.
-The pipeline of the grid fetches key blocks; `prefill_pages` fetches those of keys in pages.
+The vector unit's work besides exp2 decides the speed (docs/tpu.md). Where the matrix unit has idle columns, it
+therefore computes the row sum: V is extended by columns of ones. The score role extends V by one-hot columns instead
+(column = tile mod 128), so that the accumulator holds every tile's sum; adding up these columns gives the row sum. The
+sums of every 128 tiles form a bank, which is stored with the running maximum m that the sums use, and is multiplied by
+2^(m - lse) after the last block, m and lse in bits.
+
+Work: 4 H flops per visible (row, key) pair. Int8 keys and values are converted to the queries' dtype in VMEM, one chunk
+at a time. The grid's pipeline fetches contiguous key blocks; `prefill_pages` fetches paged ones.
 """
 
 import functools
@@ -59,7 +61,7 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 BANK_BYTES = 24 << 20
-"""Bytes of VMEM for the banks (tile sums) of one row block; `default_config` takes fewer rows if they need more."""
+"""Target maximum bytes of VMEM for the banks (tile sums) of one row block; `default_config` limits its rows to fit."""
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
@@ -147,8 +149,8 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys at the rows' own positions, in updates of sub_t keys, each for only the rows at or after its
-    keys."""
+    """Absorb the keys at the rows' own positions, in updates of sub_t keys. An update is applied only to the rows at or
+    after its keys."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
@@ -198,7 +200,7 @@ def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut:
 
 
 def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
-    """Scale the row block's queries into VMEM as rows [U, G, sub_t]; zero padding tokens, which may hold NaN."""
+    """Scale the row block's queries into VMEM as rows [U, G, sub_t]; padding tokens, which may hold NaN, become 0."""
     scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
     factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
     shape = (cut.sub_t, cut.head_dim)
@@ -326,7 +328,8 @@ def vmem_limit() -> int:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass; contiguous dense calls are differentiable unless int8."""
+    """Run dense prefill, or the score role if spec.mass. Dense calls on contiguous keys in q's dtype are
+    differentiable."""
     if spec.mass or kv.scales is not None or kv.pages is not None:
         return attend(q, kv.k, kv.v, positions, spec, config, kv.scales, kv.pages)
     return dense(q, kv.k, kv.v, positions, spec, config)
@@ -345,24 +348,24 @@ dense = differentiable(attend, gradients)
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
-        return f"head_dim={shapes.head_dim} is more than 256"
+        return f"head_dim={shapes.head_dim} must be at most 256"
     if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
         return reason
     if spec.tile not in (16, 32, 64, 128):
-        return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"
+        return f"tile={spec.tile} must be 16, 32, 64 or 128: the kernel sums masses over 16 keys or more"
     rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
     if rows * bank_bytes(spec, shapes) > 2 * BANK_BYTES:
-        return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit VMEM"
+        return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit in VMEM"
     return None
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose 2,048 or 4,096 rows by 4,096 keys (float32: 1,024 by 1,024); fewer rows if the masses would not fit VMEM.
+    """Choose 2,048 or 4,096 rows by 4,096 keys (float32: 1,024 by 1,024), or less if the masses would not fit in VMEM.
 
-    The sizes come from compiled schedules (LOG.md). 256 keys per update suit v7x and chips with 128-wide matrix units,
-    512 suit v6e. More rows share the cost of a row block's first and last step, which matters where products are fast.
-    On v7x, keeping the state in VMEM halves the spills; on v6e it is slower, and on 128-wide chips it makes no
-    difference.
+    The sizes come from compiled schedules (LOG.md). 256 keys per update suit v7x and chips with 128-wide matrix units;
+    512 keys suit v6e. With more rows per block, the cost of a block's first and last step is shared by more rows, which
+    matters where products are fast. On v7x, keeping the state in VMEM halves the register spills; on v6e it is slower,
+    and on chips with 128-wide matrix units it makes no difference.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
@@ -385,15 +388,15 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
     """Return the tokens per row block of at most `rows` rows.
 
-    For causal calls without a window, round them down to a power of two: `corner` needs that, and saves more time than
-    the smaller row block costs (LOG.md).
+    For causal calls without a window, the tokens are rounded down to a power of two: `corner` needs that, and it saves
+    more time than the smaller row block costs (LOG.md).
     """
     tokens = max(rows // groups, 1)
     return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs around the default: block sizes, row sums on the matrix unit or not, and state in VMEM or not."""
+    """Yield configs with other block sizes, and with `matrix_sums` and `state_in_vmem` on and off."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

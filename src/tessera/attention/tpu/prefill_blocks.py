@@ -1,7 +1,8 @@
-"""Blocks of a TPU prefill call: their sizes, the key blocks that each row block needs, and how often each scope runs.
+"""Blocks of a TPU prefill call: their sizes, the key blocks that each row block needs, and runs of each named scope.
 
 The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time. The
-*corner* is the keys at a row block's own positions. A *bank* is the sums of 128 tiles, one per lane (score role).
+*corner* consists of the keys at a row block's own positions. In the score role, a *bank* holds the sums of 128 tiles,
+one per lane.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +18,13 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Target rows per pass of the loop over a key block that a mask may cut: `cut_call` halves longer passes. With fewer
-rows, products in the matrix unit wait for each other's results."""
+"""Target rows per pass of the loop over a key block that a mask may cut: `cut_call` halves passes with more rows. With
+fewer rows, products in the matrix unit wait for each other's results."""
 PAGES_AT_ONCE = 8
-"""Units (pages or parts) whose copies one run of straight-line code starts: a loop per unit takes three times as
-long."""
+"""Units (pages or parts of pages) whose copies one run of straight-line code starts: a loop over single units takes
+three times as long."""
 CORNER = 256
-"""Tokens per token block, and so keys per update in the corner."""
+"""Tokens per token block, and keys per update in the corner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,14 @@ class Config:
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, clipped to `step`.
         step: keys, and about as many query tokens, per iteration of the loop over a key block that a mask may cut; a
-            power of two of at least 128. Longer steps are faster per score, shorter steps compute fewer masked scores.
-            (The corner has a loop-free form: see `Cut.corner`.)
+            power of two of at least 128. Longer steps are faster per score; shorter steps compute fewer masked scores.
+            (The corner may have straight-line code instead: see `Cut.corner`.)
         matrix_sums: whether row sums (and tile masses) come from extra columns of V, which are free if the matrix unit
             has idle columns.
         half_exp: whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose
-            vector unit can. This relies on an untested assumption about rounding (see `prefill_rows`).
-        state_in_vmem: whether to store maximum and sums to VMEM after every update and load them for the next, instead
-            of keeping them as values, which spill because registers cannot hold a block of rows.
+            vector unit can do so. This relies on an untested assumption about rounding (see `prefill_rows`).
+        state_in_vmem: whether to store the maximum and the sums to VMEM after every update and load them for the next
+            one, instead of keeping them as values, which spill because registers cannot hold a block of rows.
     """
 
     block_t: int
@@ -69,7 +70,7 @@ class Cut(NamedTuple):
         groups: G, query heads per KV head.
         turn_t: tokens per pass of the loop over a block that a mask may cut.
         sub_t: tokens per token block, which divides turn_t; the G heads of a token block share one mask.
-        flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
+        flat: whether out is written as [B,T,N*H], which needs G * H to be a multiple of 128.
         page: positions per page; None if K and V are contiguous.
     """
 
@@ -109,8 +110,8 @@ class Cut(NamedTuple):
         """Whether the corner has straight-line code (`prefill.corner`): only in causal calls without a window.
 
         In addition, sub_t must be a multiple of 128, and block_t a multiple of `step` and a divisor of block_s. A small
-        block_t would be slow: `prefill.before_corner` absorbs the keys of the corner's key block that precede the row
-        block, block_t at a time.
+        block_t would be slow, because `prefill.before_corner` absorbs the part of the key block before the corner in
+        runs of block_t keys.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
@@ -130,7 +131,7 @@ class Cut(NamedTuple):
         """Columns appended to V for row sums or tile masses.
 
         For row sums, ones fill H up to a multiple of 128, or take 128 columns if H is already such a multiple. For tile
-        masses, 128 one-hot columns follow after H is padded to a multiple of 128.
+        masses, H is padded to a multiple of 128, and 128 one-hot columns follow.
         """
         pad = -self.head_dim % LANES
         if self.spec.mass:
@@ -144,7 +145,7 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call and derive the others."""
+    """Clip the block sizes to the call and derive the other sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     unit = 16  # rows of a packed bfloat16 tile
     while spec.mass and unit % spec.query_tile:
@@ -232,7 +233,7 @@ def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp)
     Args:
         first, last: positions of the rows; `last` may be below `first` (no rows) only if kv_len is 0.
         kv_len: valid keys.
-        spec: mask of the call.
+        spec: options of the call; only causal and window matter.
         step_of: (position, up) -> number of the block's steps below a position, rounded up if `up`, else down.
         xp: jax.numpy in a kernel, numpy in the prediction.
     """
@@ -317,7 +318,7 @@ def count_copies(seen: np.ndarray, left: np.ndarray, cut: Cut) -> dict[str, int]
 
 
 def launch_steps(spec: AttentionSpec, shapes: Shapes, cut: Cut) -> int:
-    """Return the grid steps per row block: one per key block, or as many as a window can overlap."""
+    """Return the grid steps per row block: one per key block or, with a window, per key block that it can overlap."""
     steps = ceil_div(max(shapes.num_keys, cut.block_s), cut.block_s)
     if spec.window is None:
         return steps

@@ -1,9 +1,9 @@
-"""Key blocks of a paged TPU prefill call: copies of pages from HBM into one of two buffers while the other is in use.
+"""Key blocks of a paged TPU prefill call: pages are copied from HBM into one of two buffers while the other is in use.
 
-Contiguous keys reach the body as windows that the pipeline of the grid fetches. A window of pages would need one window
-per page, so here each grid step starts the copies of the next key block that its row block needs, or of the next row
-block's first one, and then runs the body of `prefill` on its own buffer. Row blocks of one head therefore run in order
-on one core; heads and sequences are independent.
+Contiguous keys reach the body of `prefill` as windows that the grid's pipeline fetches. Paged keys would need one
+window per page. Here, each grid step instead starts the copies of the next key block that its row block needs (or, at
+the end, of the next row block's first key block), and then runs the body of `prefill` on the buffer of its own key
+block. Row blocks of one head therefore run in order on one core; heads and sequences are independent.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tessera.attention.tpu.prefill_blocks import Cut, key_range, whole
 
 
 class Pool(NamedTuple):
-    """References of the copies: the pools in HBM, the sequence's table in SMEM, two buffers each, and semaphores."""
+    """References of the copies: pools in HBM, the sequence's page table in SMEM, two buffers per pool, semaphores."""
 
     arrays: tuple[Any, ...]  # K and V [P,K,page,H], then any scales [P,K,2,page]
     table: Any  # [1,1,J]
@@ -29,14 +29,14 @@ class Pool(NamedTuple):
 
 
 def scratch(cut: Cut, dtype) -> list:
-    """Return the scratch that `body` needs after that of the contiguous body."""
+    """Return the scratch that `body` needs; it follows the scratch of `prefill.body`."""
     block = pltpu.VMEM((2, 1, cut.block_s, cut.head_dim), dtype)
     scales = [pltpu.VMEM((2, 1, 2, cut.block_s), jnp.bfloat16)] * cut.scaled
     return [block, block, *scales, pltpu.SemaphoreType.DMA((2, 2 + cut.scaled)), pltpu.SMEM((2,), jnp.int32)]
 
 
 def body(inner: Callable, q_start, kv_len, q_len, q, *refs, cut: Cut):
-    """Run grid step (b, h, i, j): fetch the next key block, await this one, and run `inner` on it."""
+    """Run grid step (b, h, i, j): start fetching the next key block, await the current one, and run `inner` on it."""
     n = 2 + cut.scaled
     *rest, arrived, state = refs[n + 1 :]
     rest, buffers = rest[:-n], tuple(rest[-n:])
@@ -73,12 +73,12 @@ def body(inner: Callable, q_start, kv_len, q_len, q, *refs, cut: Cut):
 
 
 def held(block, kv_len, cut: Cut):
-    """Count the units of a block that hold valid keys; the rest is not copied, and masks hide it."""
+    """Count the units of a block that hold valid keys; the other units are not copied, and masks hide their keys."""
     return jnp.clip(whole(kv_len - block * cut.block_s + cut.unit - 1, cut.unit), 0, cut.block_s // cut.unit)
 
 
 def copy_unit(pool: Pool, block, first, i: int, slot, cut: Cut) -> list:
-    """Build the copies of the block's unit number first + i, with a constant i."""
+    """Build the copies of the block's unit number first + i, where i is a constant."""
     unit = cut.unit
     at = pl.multiple_of(first * unit, unit)
     entry, offset = pages.find(block * cut.block_s + at + i * unit, cut.page, unit)

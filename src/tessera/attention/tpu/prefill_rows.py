@@ -5,9 +5,10 @@ lanes even if only one is needed: all lanes of m are equal; sums are per lane or
 of 128 tiles form a bank. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
 
 `half_exp` assumes that the chip's exp2 of a bfloat16 is 2^x rounded once, or at least errs up as often as down; a bias
-would move lse by the mean relative error of a weight. This has not been tested on a chip. Known for v6e and v7x: the
-compiler turns this exp2 into one instruction, vpow.bf16, and exp(x) into the same instruction on x log2 e, so its base
-is 2. On other platforms XLA's exp2 rounds x ln 2 first, which makes 2^-5 1.6 % too large; simulations avoid it.
+would move lse by the mean relative error of a weight. This has not been tested on a chip. For v6e and v7x, the compiler
+turns this exp2 into one instruction, vpow.bf16, and exp(x) into the same instruction on x log2 e, so the instruction's
+base is 2. On other platforms, XLA's exp2 rounds x ln 2 first, which makes 2^-5 1.6 % too large; simulations avoid that
+error (see `weigh`).
 """
 
 from typing import NamedTuple
@@ -25,9 +26,10 @@ from tessera.attention.tpu.prefill_blocks import Cut, Range, banks_of, whole
 
 
 class Rows(NamedTuple):
-    """State of R rows: running maximum [R,128], weighted values [R,H+ones], and row or tile sums [R,128].
+    """State of R rows: running maximum [R,128], weighted values [R,H+X], and row or tile sums [R,128].
 
-    `sums` is None if the columns of ones in V put the row sums into `acc`.
+    If V is extended by X columns of ones, `acc` holds the row sums in those columns, and `sums` is None; otherwise
+    X is 0.
     """
 
     m: Array
@@ -53,7 +55,7 @@ class Refs(NamedTuple):
 
 
 def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
-    """Add one chunk of keys k and values v, which begins at position `start`, to the state of the rows q.
+    """Add one chunk of keys k and values v, which begins at position `start`, to the state of rows with queries q.
 
     Args:
         mask: [blocks, 1, sub_t, keys], visible keys of the first `blocks` token blocks of the rows; later token blocks
@@ -93,7 +95,7 @@ def masked(s: Array, mask: Array, groups: int) -> Array:
 
 
 def weigh(bits: Array, half: bool) -> Array:
-    """Compute 2^bits, in bfloat16 if `half`; a simulation then rounds as the module assumes that the chip does."""
+    """Compute 2^bits, in bfloat16 if `half`; a simulation then rounds in the way that a chip is assumed to round."""
     if not half:
         return jnp.exp2(bits)
     bits = bits.astype(jnp.bfloat16)
@@ -135,7 +137,8 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Return `absorb`'s `mask` and `real` for turn_t tokens from position `first` and a chunk of keys from `start`."""
+    """Return the arguments `mask` and `real` of `absorb`, for the turn_t tokens from position `first` on and the chunk
+    of keys from position `start` on."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len
@@ -148,7 +151,7 @@ def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
 
 
 def own_keys(cut: Cut) -> Array:
-    """Build the causal mask, as `absorb` takes it, of a token block against the keys at its own positions."""
+    """Build the causal mask, as `absorb` takes it, of a token block against the keys at the block's own positions."""
     shape = (1, 1, cut.sub_t, cut.sub_t)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 3) <= jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 
@@ -219,14 +222,14 @@ def lane_sum(x: Array) -> Array:
 
 
 def bank_maximum(refs: Refs, g) -> Array:
-    """Return the running maximum that bank g's sums use, repeated in every lane."""
+    """Return the running maximum to which bank g's sums are relative, repeated in every lane."""
     kept = refs.bank_m[whole(g, LANES)]
     lane = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
     return jnp.broadcast_to(jnp.where(lane == g & (LANES - 1), kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
 
 
 def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
-    """Write each tile's probability summed over the rows of each query tile.
+    """Write each key tile's probability, summed over the rows of each query tile.
 
     `scale` is 1 / l per row, 0 for padding rows and rows that saw no key.
     """

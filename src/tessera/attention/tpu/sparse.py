@@ -4,14 +4,15 @@ A grid step computes a few row blocks; a row block is a query tile (or part of o
 and V stay in HBM. Each row block's listed tiles are copied end to end into one of two buffers of block_s keys, while
 the other buffer is computed on. The last buffer of a grid step overlaps with the first copies of the next step, so the
 lists are read one step ahead. Lists pass through SMEM one grid step at a time, so even with a million tokens only the
-longest list has to fit. A list that does not (about 64,000 tiles) is refused; long lists allow fewer row blocks.
+longest list has to fit. A call whose list does not fit (more than about 64,000 tiles) is refused; if lists are long, a
+grid step takes fewer row blocks.
 
 Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
-kv_len and the end of the list itself at the end. A buffer of uncut tiles runs block_s / chunk online-softmax updates in
-straight-line code. In other buffers, masked updates of mask_s keys each cover the listed tiles. The kernel never
-reads ids past count.
+kv_len and the end of the list itself at the end. For a buffer of uncut tiles, straight-line code runs block_s / chunk
+online-softmax updates. In any other buffer, masked updates of mask_s keys each cover the listed tiles. Ids past count
+have no effect.
 
-Keys in pages: SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
+If keys are paged, SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
 
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
 the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
@@ -70,13 +71,13 @@ class Config:
 
     Attributes:
         rows: maximum rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
-        step_rows: rows per grid step; up to four query tiles fill them and are computed together.
+        step_rows: rows per grid step, which takes up to four query tiles and computes them together.
         block_s: keys per buffer, in whole tiles (at least one).
         chunk: keys per unmasked online-softmax update, in whole tiles (at least one); clipped to block_s.
         mask_s: keys per masked update, in whole tiles (at least one).
         matrix_sums: whether row sums come from ones appended to V, which are free if the matrix unit has idle columns.
-        half_exp: whether to compute exponentials in bfloat16, for bfloat16 calls on chips whose vector unit can (v6e
-            and later; `prefill_rows` states an untested assumption).
+        half_exp: whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose
+            vector unit can do so. This relies on an untested assumption about rounding (see `prefill_rows`).
     """
 
     rows: int
@@ -94,7 +95,10 @@ class Config:
 
 
 class State(NamedTuple):
-    """State of a row block: running maximum [R,128], weighted values [R,H+ones], sums [R,128] (None with ones in V)."""
+    """State of a row block: running maximum [R,128], weighted values [R,H+ones] and row sums per lane [R,128].
+
+    `sums` is None if ones are appended to V; the row sums are then in the last columns of `acc`.
+    """
 
     m: Array
     acc: Array
@@ -197,7 +201,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Next, cut: Cut) -> None:
-    """Run the row blocks of a grid step against their c-th buffers, held in `slot`, while the `target` is fetched."""
+    """Run the row blocks of a grid step against their c-th buffers, which are in `slot`, while `target` is fetched."""
     begin, row_blocks = c * cut.block_tiles, range(cut.items)
     held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
     for p in row_blocks:
@@ -383,15 +387,15 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     needed = list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
     room = SMEM_BYTES - pages.table_bytes(shapes)
     if needed > room:
-        return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {room} for them"
+        return f"capacity={shapes.capacity} is too large: a list takes {needed} bytes of SMEM, which has {room} free"
     return pages.refusal(shapes, in_rows=True)
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose block sizes with enough independent work to hide the latency of a softmax update (schedules in LOG.md).
 
-    One update per buffer leaves the fewest dependent steps, but on v7x, whose registers spill sooner, short updates are
-    faster. In float32 a product takes six passes of the matrix unit, so the block sizes matter little.
+    One update per buffer gives the fewest dependent steps, but on v7x, whose registers spill sooner, short updates are
+    faster. In float32, a product takes six passes of the matrix unit, so the block sizes matter little.
     """
     wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
     newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7
@@ -405,7 +409,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other rows, keys per buffer and keys per update, and row sums on the matrix unit or not."""
+    """Yield configs with other block sizes, and with `matrix_sums` on and off."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

@@ -1,4 +1,4 @@
-"""Lists of sparse prefill on a TPU: which listed tiles a row block reads, and their copies from HBM into VMEM.
+"""Tile lists in sparse prefill on a TPU: which listed tiles a row block reads, and their copies from HBM into VMEM.
 
 Listed tiles are copied end to end into one of two buffers while the other is computed on. SMEM holds the lists of this
 grid step and of the next, so that a step can start the copies into the next step's first buffer.
@@ -24,7 +24,8 @@ from tessera.core.shapes import ceil_div, round_up
 PACKED = 16
 """Rows of a packed bfloat16 register. Row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256
-"""Maximum row blocks per grid step, and maximum tile copies in straight-line code: more only lengthen the program."""
+"""Maximum row blocks per grid step, and maximum tile copies in straight-line code. More of either would only lengthen
+the program."""
 SMEM_BYTES = 1000 << 10
 """Bytes of SMEM that lists may take; every chip has 1 MiB."""
 NEVER = 1 << 30
@@ -40,7 +41,7 @@ class Cut(NamedTuple):
         parts: row blocks per query tile.
         items: row blocks per grid step.
         block_tiles, chunk_tiles, mask_tiles: tiles per buffer, per unmasked update and per masked update.
-        flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
+        flat: whether out is written as [B,T,N*H], which needs G * H to be a multiple of 128.
         page: positions per page; None if K and V are contiguous.
     """
 
@@ -68,7 +69,7 @@ class Cut(NamedTuple):
 
     @property
     def ones(self) -> int:
-        """Columns of ones appended to V: they fill H up to a multiple of 128; if H is such a multiple, 128 columns."""
+        """Columns of ones appended to V: as many as fill H up to a multiple of 128, or 128 if H is such a multiple."""
         return (-self.head_dim % LANES or LANES) if self.matrix_sums else 0
 
 
@@ -99,7 +100,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
 
 
 def list_bytes(capacity: int, block_tiles: int) -> int:
-    """Return the bytes of SMEM per row block: its list in this grid step and in the next, each double-buffered."""
+    """Return the bytes of SMEM per row block: the lists of this grid step and of the next, each double-buffered."""
     return 2 * 2 * 4 * round_up(1 + round_up(capacity, block_tiles), LANES)
 
 
@@ -129,11 +130,12 @@ class Refs(NamedTuple):
     turn: Array  # SMEM [1]: slot of the grid step's first buffer, 0 or 1
 
     def tiles(self, slot: int) -> tuple[Array, Array]:
-        """Return K and V of a buffer. Buffers are separate arrays, so that loads never wait for copies to the other."""
+        """Return K and V of a buffer. The two buffers are separate arrays, so that loads from one never wait for copies
+        into the other."""
         return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
 
     def buffer_scales(self, slot: int) -> Array | None:
-        """Return the scales of a buffer."""
+        """Return the scales of a buffer; None unless keys are int8."""
         return self.scales_odd if slot else self.scales_even
 
     def keys(self, p: int, at: slice | pl.Slice, slot: int) -> tuple[Array, Array]:
@@ -153,7 +155,7 @@ class Item(NamedTuple):
         first: absolute position of its first row.
         kv_len: valid keys of the sequence.
         q_len: valid query rows of the sequence.
-        count: length of the list without tiles at its end that no row sees.
+        count: length of the list, not counting tiles at its end that no row sees.
         whole_from, whole: every row sees list entries [whole_from, whole) in full.
     """
 
@@ -202,7 +204,7 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
 
 
 def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
-    """Pack each list for the kernel: count, ids, zeros up to whole buffers. With the zeros, loads need no bounds check.
+    """Pack each list for the kernel: count, ids, then zeros up to whole buffers, so that loads need no bounds check.
 
     Ids are clipped to the range of K and V: an invalid id reads wrong keys, never other memory.
     """
@@ -224,9 +226,9 @@ class Next(NamedTuple):
 
     Attributes:
         slot: 0 for the even buffers in VMEM, 1 for the odd.
-        buffer: index of the buffer's contents along the list, in units of block_tiles entries.
+        buffer: which block_tiles entries of the list to copy: those from entry buffer * block_tiles on.
         counts: tiles to copy for each row block.
-        own: whether the tiles belong to this grid step; otherwise to the next.
+        own: whether the tiles belong to this grid step; otherwise they belong to the next.
     """
 
     slot: int
@@ -236,7 +238,7 @@ class Next(NamedTuple):
 
 
 def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
-    """Start copying tile j of the target for row block p, if it has that tile."""
+    """Start copying tile j of the target for row block p, if the row block has that many tiles."""
     batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
     entry = target.buffer * cut.block_tiles + j + 1
     index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
@@ -276,7 +278,8 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for `num_tiles` tiles of K and V. A wait counts bytes; each set bit i of num_tiles is one wait for 2^i."""
+    """Wait for `num_tiles` tiles of K and V. A wait counts bytes: each set bit i of num_tiles takes one wait, for 2^i
+    tiles."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)
@@ -315,7 +318,8 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
     """Zero V in tiles [num_tiles, stop) of a buffer, and from kv_len on in its last listed tile, since 0 * NaN is NaN.
 
-    K stays as it is, because its scores are masked. For int8 rows, only the scales are zeroed: nothing else can be NaN.
+    K stays as it is, because its scores are masked. For int8 values, only the scales are zeroed, because nothing else
+    can be NaN.
     """
     tile = cut.spec.tile
     v_tiles = refs.buffer_scales(slot) if cut.scaled else refs.tiles(slot)[1]
@@ -343,7 +347,7 @@ def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Arra
 
 
 def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
-    """Count runs of each named scope if every query tile lists the last `capacity` tiles that it sees."""
+    """Count runs of each named scope, and HBM bytes, if every query tile lists the last C tiles that it sees."""
     spec, tile = cut.spec, cut.spec.tile
     first = shapes.num_keys - shapes.num_queries + np.arange(cut.num_blocks) * cut.tokens
     last = np.minimum(first + cut.tokens, shapes.num_keys) - 1

@@ -1,1 +1,1 @@
-"""Portable kernels, written in jax.numpy, which run on every platform of XLA."""
+"""Portable kernels, written in jax.numpy, that run on every platform that XLA supports."""

@@ -1,10 +1,10 @@
 """Portable decode attention: one query row per sequence against a long cache, in plain XLA.
 
-Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
-never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
-cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
-sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read. Paged
-keys, too, are copied out of their pages one block at a time; a block is then a number of whole pages.
+The speed of decode is limited by reading the KV cache. The G query heads of a KV head therefore share each read, and
+the whole cache is never copied. The number of blocks read is a run-time value that follows kv_len and the window, not
+the size of the cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H
+elements; the sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are
+read. Paged keys are also copied out of their pages one block at a time; a block then consists of whole pages.
 """
 
 import functools
@@ -45,11 +45,11 @@ blocks give more partial results to add."""
 BLOCK_BYTES, LEAST_PAGED = 3 << 18, 64
 """Maximum bytes of a block of paged keys and values, over all sequences.
 
-A block has at least LEAST_PAGED keys per sequence, even if they take more bytes. Larger blocks leave a core's
-cache before they are multiplied, and read more keys that are masked.
+A block has at least LEAST_PAGED keys per sequence, even if they take more bytes. A larger block would be evicted from a
+core's cache before it is multiplied, and more of its keys would be masked.
 """
 MOST_SCORE_BYTES = 32 << 20
-"""Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
+"""Maximum bytes of float32 scores for which `at_once` runs; calls with more scores run block by block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ class Config:
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Return a block size at which a block's copy stays in a core's second-level cache until it is multiplied.
 
-    With pages, a step reads a block of every sequence, and many are short, so blocks shrink as the batch grows.
+    With pages, a step reads a block of every sequence, and many sequences are short, so the block size falls as the
+    batch grows.
     """
     if shapes.capacity is not None:
         return Config(block_s=512)
@@ -97,7 +98,7 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
 
 
 class KeyBlock(NamedTuple):
-    """One block of keys: scores in bits (y), values, scales of int8 values, and the position of the first key."""
+    """One block of P keys: scores y in bits (times log2(e)), values, scales of int8 values, and the first position."""
 
     y: Float[Array, "B K G P"]
     v: Float[Array, "B K P H"]
@@ -108,9 +109,9 @@ class KeyBlock(NamedTuple):
 def read_block(
     q_BKGH: Array, kv: KeyValues, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
 ) -> KeyBlock:
-    """Read block_s keys from `first`, or the last block_s keys of the cache if fewer are left from there.
+    """Read block_s keys from position `first` on, or the last block_s keys of the cache if fewer keys follow `first`.
 
-    With `keys`, the block is masked: keys outside that range get score -inf and value 0.
+    With `keys`, the block is masked: keys outside that range, or before `first`, get score -inf and value 0.
     """
     start = jnp.minimum(first, kv.num_keys - block_s)
     kv = slice_keys(kv, start, block_s)
@@ -162,7 +163,10 @@ def attend_dense(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """Compute out (float32) and lse of q [B,K,G,H], one query row per sequence; k, v etc. as in `KeyValues`."""
+    """Compute out (float32) and lse of q [B,K,G,H], one query row per sequence.
+
+    k, v, scales and pages are the fields of `KeyValues`.
+    """
     kv = KeyValues(k, v, pages, scales)
     num_keys = kv.num_keys
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
@@ -193,8 +197,8 @@ def attend_dense(
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
     """Return the block size for `at_once`, or 0 if `at_once` cannot run.
 
-    Blocks must divide the keys, and all scores must fit MOST_SCORE_BYTES. Keys must be contiguous and not int8: with
-    pages, `at_once` would copy the whole cache.
+    The block size must divide the number of keys, and all scores must fit in MOST_SCORE_BYTES. Keys must be contiguous
+    and not int8: with pages, `at_once` would copy the whole cache.
     """
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
@@ -203,12 +207,13 @@ def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
 
 
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
-    """Return the softmax state after all visible keys: blocks that a sequence sees whole, then those it sees in part.
+    """Return the softmax state after all visible keys, from two products over the whole cache instead of a loop.
 
-    On CPU, XLA copies every block that a loop slices out of the cache: a loop over half of the keys takes as long as
-    two products (scores, and weighted values) over all keys. The two products read all keys and values; their results
-    for blocks that a sequence does not see whole are dropped. Keys are the left operand: XLA copies the right one.
-    For 16-bit values, a probability is the sum of two 16-bit digits, so that no value needs to be widened.
+    On CPU, XLA copies every block that a loop slices out of the cache, so a loop over half of the keys takes as long as
+    the two products (scores, and weighted values) over all keys. Their results are kept for blocks that a sequence sees
+    in full; the partly visible blocks at the ends of its range are added afterwards. Keys are the left operand, because
+    XLA copies the right one. For 16-bit values, a probability is split into the sum of two 16-bit numbers, so that no
+    value needs to be widened.
     """
     batch, heads, rows, dim = q.shape
     k, v = (x.reshape(batch, heads, -1, size, dim) for x in kv[:2])
@@ -235,7 +240,7 @@ def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec
 def absorb_end(
     state: SoftmaxState, q: Array, kv: KeyValues, block_B: Array, keys: Range, size: int, spec: AttentionSpec
 ) -> SoftmaxState:
-    """Add the keys of one block per sequence that lie in the sequence's range."""
+    """Add one block per sequence to the state: those keys of block `block_B` that lie in the sequence's range."""
     start = block_B * size  # may be the end of the cache: no key is then seen
     starts = jnp.broadcast_to(start[:, None, None], (*kv.k.shape[:2], 1))
     k, v = (take_tiles(x, starts, size) for x in kv[:2])
@@ -246,7 +251,7 @@ def absorb_end(
 
 
 def block_product(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "B K n R S"]:
-    """Multiply matrices of every sequence, KV head and block, accumulating in float32."""
+    """Multiply the matrices of every sequence, KV head and block with float32 sums, contracting the given axes."""
     dims = (((contract_a,), (contract_b,)), ((0, 1, 2), (0, 1, 2)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
@@ -272,10 +277,10 @@ def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> Attent
 
 
 def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
-    """Compute dense out and lse and each key tile's probability mass in one pass over the keys.
+    """Compute dense out and lse, and each key tile's probability mass, in one pass over the keys.
 
-    Each block stores, per row, its tiles' sums of 2^(y - m) and the running maximum m that they used. After the last
-    block the sums are rescaled by 2^m / e^lse.
+    For each block and row, the pass stores the sum of 2^(y - m) of every tile, and the running maximum m that the sums
+    use. After the last block, the sums are multiplied by 2^m / e^lse.
     """
     rows = group_rows(q, kv.k.shape[1])
     num_keys, num_tiles = kv.num_keys, ceil_div(kv.num_keys, spec.tile)
@@ -318,7 +323,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
 def launch_sparse(
     q, kv: KeyValues, spec: AttentionSpec, positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attend to the listed tiles only, several tiles per step; only those tiles are copied."""
+    """Attend to the listed tiles only, several tiles per step; no other tile is copied."""
     rows = group_rows(q, kv.k.shape[1])
     num_keys = kv.num_keys
     size = min(spec.tile, num_keys)
@@ -349,7 +354,7 @@ def launch_sparse(
 
 
 def read_tiles(kv: KeyValues, start_BKP: Int32[Array, "B K P"], size: int) -> KeyValues:
-    """Copy keys [start, start + size) for each start, concatenated along the key axis."""
+    """Copy keys [start, start + size) for each start, and concatenate them along the key axis."""
     if kv.pages is not None:
         head = jnp.arange(start_BKP.shape[0] * start_BKP.shape[1], dtype=jnp.int32)
         return paging.take_tiles(paging.flat(kv), head.reshape(*start_BKP.shape[:2], 1), start_BKP, size)

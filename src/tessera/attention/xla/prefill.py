@@ -1,14 +1,15 @@
-"""Portable prefill attention: dense, its gradient, and score, as blocked online softmax in plain XLA.
+"""Portable prefill attention: the dense role with its gradient, and the score role, as blocked online softmax in XLA.
 
-A row is one token of one of the G query heads of a KV head, so K and V are never repeated. The KV heads of all
+A row is one token in one of the G query heads of a KV head, so K and V are never repeated. The KV heads of all
 sequences form one axis X = B * K. A step takes block_heads entries of X, a block of rows and a block of keys, sized so
 that the scores stay in the second-level caches; on a CPU the two matrix products then take nearly all the time. A block
 of rows visits only the key blocks that its rows can see, in a loop of run-time length (from q_start, kv_len and the
 window), and masks only the blocks that are not fully visible. Work is 4 H flops per visible (row, key) pair; memory is
 O(T + S) plus one block.
 
-The score role stores, per row and key tile, the sum of 2^(y - m) and the running maximum m at that block. After the
-last block it multiplies the sums by 2^(m - lse), lse in bits, so that dense attention and all masses take one pass.
+Scores y, their running maximum m and lse are in bits, that is, times log2(e). The score role stores the sum of
+2^(y - m) per row and key tile, and m per row and key block. After the last block it multiplies the sums by
+2^(m - lse), so that dense attention and all masses take one pass.
 """
 
 import functools
@@ -64,11 +65,11 @@ class Config:
     def __post_init__(self):
         if self.block_t < 1 or self.block_s < 1 or (self.block_heads is not None and self.block_heads < 1):
             sizes = f"block_t={self.block_t}, block_s={self.block_s}, block_heads={self.block_heads}"
-            raise ValueError(f"{sizes} must be at least 1")
+            raise ValueError(f"{sizes} must each be at least 1 (block_heads may also be None)")
 
 
 class Plan(NamedTuple):
-    """Block sizes clipped to one call: tokens, keys and KV heads per block, and G (groups) query heads per KV head."""
+    """Block sizes clipped to one call: tokens, keys and KV heads per block, and groups = G query heads per KV head."""
 
     spec: AttentionSpec
     block_t: int
@@ -123,11 +124,11 @@ class Block(NamedTuple):
     """One block of rows of Y heads, located in the call.
 
     Attributes:
-        x: first of its heads along X = B * K.
+        x: index of the block's first head along X = B * K.
         row: absolute position of each row.
-        valid: whether each row is not padding and sees a key.
-        kv_len: valid keys of each head's sequence.
-        ranges: key blocks to visit, see `key_ranges`.
+        valid: false for padding rows and for rows that see no key.
+        kv_len: number of valid keys of each head's sequence.
+        ranges: key blocks to visit, as `key_ranges` returns them.
     """
 
     x: Int32[Array, ""]
@@ -153,8 +154,9 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
 def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
     """Return the key blocks (start, full_start, full_stop, stop) of a row block whose first token is `first`.
 
-    Blocks [start, stop) hold all keys that its rows see. Every row sees all keys of blocks [full_start, full_stop); the
-    other blocks need a mask. The result ignores sequences whose rows in this block see no key: those rows are invalid.
+    Blocks [start, stop) hold all keys that the rows see. Every row sees all keys of blocks [full_start, full_stop); the
+    other blocks need a mask. `mine` holds the positions of the block's heads. The result ignores heads whose rows in
+    this block see no key, because those rows are invalid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
     stop = full_stop = mine.kv_len
@@ -174,7 +176,10 @@ def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tupl
 
 
 def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, plan: Plan):
-    """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on those that are fully visible."""
+    """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on fully visible blocks.
+
+    If all keys are in one block, that block is always masked.
+    """
     start, full_start, full_stop, stop = ranges
     masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if num_keys <= plan.block_s:  # a single block: no loop, no second body to compile
@@ -188,7 +193,7 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
 def take_keys(kv: KeyValues, block: Block, key_block: Array, plan: Plan) -> tuple[KeyValues, Array]:
     """Return keys and values [Y, block_s, H] of one block of a `paging.flat` record, and the block's start.
 
-    A short last block starts earlier, without padding.
+    If fewer than block_s keys are left for the last block, it starts earlier and repeats keys of the block before.
     """
     start = jnp.minimum(key_block * plan.block_s, kv.num_keys - plan.block_s)
     return paging.take_block(kv, block.x, plan.heads, start, plan.block_s), start
@@ -200,7 +205,7 @@ def halves(scales: Float[Array, "Y 2 P"] | None) -> tuple:
 
 
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Return the mask of keys that each row sees [Y, R, block_s], and that of keys below kv_len [Y, block_s, 1]."""
+    """Return a mask of the keys that each row sees [Y, R, block_s], and a mask of the valid keys [Y, block_s, 1]."""
     key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
     kv_len = block.kv_len[:, None, None]
     mask = visible_mask(block.row[:, :, None], key, kv_len, plan.spec) & (key >= key_block * plan.block_s)
@@ -217,7 +222,10 @@ def attend(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Compute out [B,T,N,H], lse [B,T,N] and mass [B,K,I,J] (None unless spec.mass); k, v etc. as in `KeyValues`."""
+    """Compute out [B,T,N,H], lse [B,T,N] and mass [B,K,I,J] (None unless spec.mass).
+
+    k, v, scales and pages are the fields of `KeyValues`.
+    """
     kv = KeyValues(k, v, pages, scales)
     kv_heads, num_keys = k.shape[1], kv.num_keys
     plan, kv = plan_blocks(spec, config, q, kv), paging.flat(kv)
@@ -254,7 +262,7 @@ def attend(
 
 
 class TileSums(NamedTuple):
-    """Tile sums of Q key blocks of P tiles: per row, each tile's sum of 2^(y - m), and the m (bits) of that block."""
+    """For Q key blocks of P tiles each: per row, each tile's sum of 2^(y - m), and the m (bits) of each block."""
 
     sums: Float[Array, "Q Y R P"]
     maxima: Float[Array, "Q Y R"]
@@ -295,8 +303,9 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
 
     p = 2^(y - lse) with lse in bits; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the softcap's derivative;
     do and dlse are the cotangents of out and lse.
-    Scores are computed transposed, [keys, rows], so that only dq contracts over the leading axis of its left operand:
-    on CPU, XLA takes up to twice the time of a plain product for that.
+
+    Scores are computed transposed, [keys, rows], so that only the product for dq contracts over the leading axis of its
+    left operand: on CPU, such a product takes XLA up to twice as long as a plain one.
     """
     out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
@@ -370,7 +379,7 @@ def launch_dense(
 def launch_score(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
-    """Compute dense out and lse and each key tile's probability mass in one pass; not differentiable."""
+    """Compute dense out and lse, and each key tile's probability mass if spec.mass, in one pass; not differentiable."""
     return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales, kv.pages))
 
 

@@ -1,11 +1,14 @@
 """Portable sparse prefill attention: each query tile reads only its listed key tiles, in plain XLA.
 
 A query tile of one KV head has query_tile * G rows and one list of key tiles. A step takes several consecutive query
-tiles of one head, because their lists have similar lengths; lists of different heads may not, as each KV head has its
-own budget. Listed tiles ascend, so without a window the tiles that every row sees in full come first. Those run several
-per step without a mask. The rest, mainly the diagonal, run in smaller masked steps, which waste little when the list is
-rounded up to whole steps. Each step copies the K and V tiles that it reads into one contiguous block: 2 H elements per
-key, little next to the products. The number of steps is a run-time value. Work is 4 H flops per (row, listed key) pair.
+tiles of one head, because their lists have similar lengths; lists of different KV heads may differ in length, because
+each head has its own budget. If heads have few query tiles, a step takes all tiles of several heads.
+
+Listed tiles ascend, so without a window the tiles that every row sees in full come first. Those run several per step
+without a mask. The rest, mainly the diagonal, run in smaller masked steps, which waste little when the list is rounded
+up to whole steps. Each step copies the K and V tiles that it reads into one contiguous block: 2 H elements per key,
+little compared with the products. The number of steps is a run-time value. Work is 4 H flops per (row, listed key)
+pair.
 """
 
 from collections.abc import Iterator
@@ -78,8 +81,8 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
     """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
 
-    kv holds k and v [X,S,H] and scales [X,2,S], or is a paged `paging.flat` record; the returned scales are
-    [Y, P * tile, 2]. Invalid starts read wrong keys, but never memory outside of kv.
+    kv is a `paging.flat` record, paged or contiguous; the returned scales are [Y, P * tile, 2]. Invalid starts read
+    wrong keys, but never memory outside of kv.
     """
     if kv.pages is not None:
         k, v, _, scales = paging.take_tiles(kv, lists.x[:, None], start, tile)
@@ -93,7 +96,7 @@ def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: in
 
 
 def score_tiles(q_tile: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[Array, float, Array | None]:
-    """Return z and its factor, as `raw_scores` does, and the scale [Y, 1, P * tile] of int8 values."""
+    """Return z and its factor, as `raw_scores` does, and the scales [Y, 1, P * tile] of int8 values."""
     if kv.scales is None:
         return *raw_scores(q_tile, kv.k, spec), None
     return *raw_scores(q_tile, kv.k, spec, kv.scales[:, None, :, 0]), kv.scales[:, None, :, 1]
@@ -152,9 +155,9 @@ def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec
 
 
 class Groups(NamedTuple):
-    """Division of all query tiles into groups, each of `side` consecutive query tiles of each of `heads` heads.
+    """Division of all query tiles into groups, each with `side` consecutive query tiles from each of `heads` heads.
 
-    `total` = B * K is the number of all heads, and `num_tiles` the number of query tiles per head.
+    `total` = B * K is the number of KV heads of all sequences, and `num_tiles` is the number of query tiles per head.
     """
 
     total: int
@@ -166,8 +169,8 @@ class Groups(NamedTuple):
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
         """Choose groups of up to `wanted` query tiles.
 
-        If a head has more tiles than `wanted`, a group takes tiles of one head, as many as need the least padding.
-        Otherwise it takes all tiles of one or more heads.
+        If a head has more query tiles than `wanted`, a group takes tiles of one head, as many as need the least
+        padding in total. Otherwise a group takes all tiles of one or more heads.
         """
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
