@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Calibrate:
     """Measure on a text how many keys each layer and head of a model must read, and write a Kascade plan.
 
-    After an interruption, the same command resumes.
+    If a search for a plan is interrupted, the same command resumes it.
     """
 
     text: Annotated[Path, FILE]
@@ -26,16 +26,16 @@ class Calibrate:
     """File to write the plan to. Without --plan, other commands look for plan.json in the model's folder, or for
     x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
-    """File of an existing plan. Do not search; measure again, on this text and device, what the plan keeps and from how
-    many tokens it is faster than dense."""
+    """Existing plan file. Instead of searching for a plan, measure again what this one keeps on the text, and from how
+    many tokens it is faster than dense on this device."""
     keep: Omittable[float] = None
     """Target: keep at least this share of the probability that dense attention gives the right next token, on held-out
     text and on facts planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
     max_kl: Omittable[float] = None
     """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys. The paper
-    takes 5 of 32."""
+    """Use the recipe of the Kascade paper, which has no target: this many layers (the anchors) score all keys. The
+    paper uses 5 of 32 layers."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
@@ -43,15 +43,15 @@ class Calibrate:
     local: int = 64
     """Number of keys just before a query tile that are always read."""
     sinks: int = 16
-    """Number of first keys of the sequence that are always read."""
+    """Number of keys at the start of the sequence that are always read."""
     fraction: Omittable[float] = None
-    """With --anchors: share of the visible keys that the layers other than anchors read, besides local keys and sinks;
-    0.1 if not given."""
+    """With --anchors: share of the visible keys that a layer reads if it is not an anchor, besides local keys and
+    sinks; 0.1 if not given."""
     minimum: int = 128
     """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: the anchor's selection that a head uses: that of the most similar head ("remap"), of the same
-    head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
+    """With --anchors: whose selection in the anchor layer a head uses: the most similar head's ("remap"), the same
+    head's ("identity"), or one that all heads share ("pooled"); "remap" if not given."""
     crossover: Omittable[int] = None
     """Number of tokens below which a request runs dense; measured if not given."""
     max_tokens: int = 65536
@@ -89,7 +89,7 @@ class Calibrate:
         standard = Calibrate(text=self.text)
         if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"--plan measures {self.plan} as it is, and {flags} would change it: drop one of them")
+            raise ValueError(f"--plan measures {self.plan} as it is, but {flags} would change it: drop these or --plan")
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":

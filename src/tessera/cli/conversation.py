@@ -33,7 +33,7 @@ ALIASES = MappingProxyType(
     {"/?": "/help", "/reset": "/clear", "/regen": "/regenerate", "/retry": "/regenerate", "/quit": "/exit"}
     | {"/bye": "/exit"}
 )
-"""Names that ollama and llama-cli give to commands -> our names."""
+"""Names of commands in ollama and llama-cli -> names of the same commands here."""
 HELP = "\n".join(
     [
         *(f"{name:16}{what}" for name, what in COMMANDS.items()),
@@ -139,7 +139,7 @@ class _Terminal:
         before = self.chat.turns[-1:]
         self.turn(self.chat.regenerate)
         if self.chat.turns[-1:] == before and not self.chat.draws:
-            self.say("The same answer: at temperature 0 nothing is random. Start chat with --temperature 0.8.")
+            self.say("The same answer again, because temperature 0 draws nothing. Start chat with --temperature 0.8.")
 
     def turn(self, ask: Callable[..., Reply]) -> None:
         """Call `ask` and print the answer while it is generated."""
