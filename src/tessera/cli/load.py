@@ -78,7 +78,9 @@ def render(found: dict) -> str:
     """Return the summary as lines of text."""
     lines = [f"{found['completed']} requests in {found['seconds']:.1f} s"]
     lines += [f"failed: {count} x {error}" for error, count in found["errors"].items()]
-    lines.append(f"tokens per second: {found['tokens_per_s']:.1f} generated, {found['prompt_tokens_per_s']:.0f} in prompts")
+    lines.append(
+        f"tokens per second: {found['tokens_per_s']:.1f} generated, {found['prompt_tokens_per_s']:.0f} in prompts"
+    )
     lines.append(f"prompt tokens found in the cache: {found['cached_tokens']}")
     for name, about in (("ttft_s", "time to first text"), ("itl_s", "time between pieces of text")):
         if found[name] is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
-"""Flags for loading a model in this process. A server has loaded its model already, so --url refuses them."""
+"""Flags that apply to a model in this process. A server has loaded its model already, so --url refuses them."""
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def conversation(flags: Any, say: Callable[[str], Any]):
         say: prints a remark.
 
     Raises:
-        ValueError: a flag in HERE was given, or the server cannot be reached.
+        ValueError: a flag in HERE was given, or the server cannot be reached or refuses the API key.
     """
     from tessera.core.extras import require
 
@@ -30,7 +30,7 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     for name in HERE:
         if getattr(flags, name) != usual[name]:
             flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
-            raise ValueError(f"{flag} is not for --url, because the server has loaded its model already: drop it")
+            raise ValueError(f"{flag} cannot be used with --url, whose server has its model already: drop {flag}")
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
