@@ -91,8 +91,8 @@ def _notes(answer: Answer) -> list[str]:
     if answer.choice is not None and q.chip in DERIVED and q.config.head_dim != HEAD_DIM:
         doubt = "takes longer than predicted" if q.config.head_dim < HEAD_DIM else "may differ from the prediction"
         lines.append(
-            f"The prediction assumes that attention reaches the same share of the peak rate as with heads of {HEAD_DIM} "
-            f"elements; with {q.config.head_dim}, prefill {doubt}."
+            f"The prediction assumes that attention reaches the same share of the peak rate as with heads of "
+            f"{HEAD_DIM} elements; with {q.config.head_dim}, prefill {doubt}."
         )
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")

@@ -30,7 +30,9 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     for name in HERE:
         if getattr(flags, name) != usual[name]:
             flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
-            raise ValueError(f"{flag} cannot be used with --url, whose server has its model already: drop {flag}")
+            raise ValueError(
+                f"{flag} cannot be used with --url, because the server has already loaded its model: leave out {flag}"
+            )
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
