@@ -1,4 +1,7 @@
-"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, also in imports."""
+"""Entry point of the `tessera` command.
+
+Ctrl-C or a closed output pipe ends the command without a traceback, even while modules are being imported.
+"""
 
 import os
 import signal

@@ -94,7 +94,7 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 def _runs(kernels: list[dict[str, Any]], role: str, phase: str) -> str:
-    """Name the kernel that runs this role and phase. If it depends on the dtype, name the kernel of each dtype."""
+    """Name the kernel that runs this role and phase, or the kernel of each dtype if the kernels differ."""
     runs = {k["dtype"]: k["kernel"] or "none" for k in kernels if (k["role"], k["phase"]) == (role, phase)}
     if len(set(runs.values())) == 1:
         return next(iter(runs.values()))
@@ -181,7 +181,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _plans(problems: list[str]) -> dict[str, Plan]:
-    """Return the shipped plans by file name, relative to their folder; add a problem for each that does not load."""
+    """Return the shipped plans, keyed by their path in the folder SHIPPED; add a problem for each that is invalid."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:

@@ -424,7 +424,7 @@ def check_attention(attention: str) -> None:
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
     """Return `plan`, loaded if it is a path.
 
-    If `plan` is None, load the plan that `locate_plan` finds for "kascade", and return None for any other policy.
+    If `plan` is None: for "kascade", load the plan that `locate_plan` finds; for any other policy, return None.
 
     Raises:
         ValueError: `attention` is "kascade", and there is no plan.

@@ -1,2 +1,2 @@
-"""Make a plan for a model: measure attention, search for budgets, find the length at which Kascade gets faster than
-dense."""
+"""Make a plan for a model: measure its attention, search for budgets, and find the length from which Kascade is faster
+than dense."""

@@ -4,7 +4,7 @@ With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least 
 every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
 the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefills of several lengths on this
 device.
-Windows run in chunks, so calibration takes no more memory than a prefill.
+Windows of text run in chunks, so calibration takes no more memory than a prefill.
 """
 
 import datetime
@@ -64,7 +64,8 @@ def calibrate(
         tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
         fraction, heads: without a target, fields of the plan: 0.1 and "remap" if not given.
         crossover: requests below this many tokens run dense; None measures the number on this device.
-        max_tokens: maximum number of tokens to take from the text, spread evenly over it; a search uses only some.
+        max_tokens: maximum number of tokens to take from the text, spread evenly over it. A search uses only some of
+            these tokens.
         progress: show a progress bar on standard error.
         notes: with a target, a file that records each measurement; the same call resumes from this file after Ctrl-C, a
             kill, or a failure to save the plan. Delete the file once the plan is saved.

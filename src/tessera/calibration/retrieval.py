@@ -1,9 +1,10 @@
 """Probes for heads that look far back: text with planted facts, which are repeated at its end.
 
 Plain text rarely needs the few heads that retrieve facts, so a plan built on text alone loses them (LOG.md). A fact is
-a sentence of a key ("The secret number of WORD is") and an answer (five digits). A probe is a window of the user's text
-with facts hidden at even depths; at its end, the facts and a passage of the text are repeated. Only the repeated
-answers and the passage are judged. Without a tokenizer, keys and answers are random tokens of the text.
+a sentence made of a key ("The secret number of WORD is") and an answer (five digits). A probe is a window of the user's
+text with facts hidden at even depths; at its end, the facts and a passage of the text are repeated. Only the repeated
+answers, and the repeated passage after its first tokens, are judged. Without a tokenizer, keys and answers are random
+tokens of the text.
 """
 
 import re

@@ -145,7 +145,7 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: target, lengths of the judging windows, whether the budgets were set on other windows
+    """Return the plan's promise: target, lengths of the judged windows, whether the budgets were set on other windows
     (`fresh`), whether the target is met, and the measured losses."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
@@ -179,7 +179,7 @@ class WithBudgets:
 class Judge:
     """Compares policies with dense on the probes' windows; the constructor runs dense, once.
 
-    `each` iterates over the windows and shows progress; by default, none is shown.
+    `each` iterates over the windows and shows progress; the default shows nothing.
     """
 
     def __init__(self, model: Any, probes: Sequence[Probe], each: Callable = lambda stage, items: items):

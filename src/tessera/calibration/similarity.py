@@ -45,8 +45,8 @@ def find_anchors(
 
 
 def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Build the plan's head map. If the last axis of `heads_LLK` has length 1 (pooled heads), each head maps to itself.
-    """
+    """Build the plan's head map. If the heads are pooled (`heads_LLK` has a last axis of length 1), each head maps to
+    itself."""
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers

@@ -75,7 +75,7 @@ class RemoteChat(Turns):
         """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
 
         Raises:
-            ValueError: no server answers at the address, or it refuses the key.
+            ValueError: no server answers at the address, or the server refuses the key.
         """
         with self._errors():
             waited = False

@@ -23,8 +23,8 @@ class Calibrate:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """File to write the plan to. Without --plan, other commands look for plan.json in the model's folder, or for
-    x.plan.json next to x.gguf."""
+    """File to write the plan to. Other commands find the plan without a flag if it is plan.json in the model's folder,
+    or x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
     """Existing plan file. Instead of searching for a plan, measure again what this one keeps on the text, and from how
     many tokens it is faster than dense on this device."""
@@ -50,8 +50,8 @@ class Calibrate:
     minimum: int = 128
     """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: whose selection in the anchor layer a head uses: the most similar head's ("remap"), the same
-    head's ("identity"), or one that all heads share ("pooled"); "remap" if not given."""
+    """With --anchors: the head of the anchor layer whose selection a head uses: the most similar head ("remap") or the
+    head with the same number ("identity"). With "pooled", all heads share one selection. "remap" if not given."""
     crossover: Omittable[int] = None
     """Number of tokens below which a request runs dense; measured if not given."""
     max_tokens: int = 65536
@@ -89,7 +89,9 @@ class Calibrate:
         standard = Calibrate(text=self.text)
         if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"--plan measures {self.plan} as it is, but {flags} would change it: drop these or --plan")
+            raise ValueError(
+                f"--plan measures {self.plan} as it is, but {flags} would change it: drop --plan, or drop {flags}"
+            )
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":
@@ -132,7 +134,7 @@ def check_out(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder: name a file in it, such as {path / 'plan.json'}")
     if is_model_file(path.name):
-        raise ValueError(f"--out {path} is a model's file, not a plan: name another file, such as plan.json")
+        raise ValueError(f"--out {path} is the name of a model's file: name another file, such as plan.json")
     if path.exists():
         try:
             Plan.load(path)

@@ -15,7 +15,7 @@ def explained(error: Exception) -> str:
     "[Errno 2] No such file or directory: 'x'".
     """
     if isinstance(error, MemoryError) and ": " not in str(error):  # not ours: ours give advice after a colon
-        return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or take a smaller model"
+        return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or use a smaller model"
     if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
         return str(error)
     said = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

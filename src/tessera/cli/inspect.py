@@ -118,7 +118,7 @@ class Inspect:
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
 
     def progress(self, what: str):
-        """Return a context manager that shows on a terminal what is being compiled and for how long."""
+        """Return a context manager that shows, on a terminal, what is being compiled and the time elapsed."""
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -173,7 +173,8 @@ class Inspect:
             raise ValueError(f"--chip {self.chip} cannot be used with --model: drop --model, or name a TPU")
         if self.weights == "gguf":
             raise ValueError(
-                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: choose another"
+                f"--weights {self.weights} needs the blocks of a GGUF file, but inspect reads no weights: choose "
+                f"another format"
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}

@@ -1,4 +1,7 @@
-"""The `tessera load` command, which measures a server, and its flags. Heavy modules are imported only when it runs."""
+"""The `tessera load` command, which measures a running server, and its flags.
+
+Heavy modules are imported only when the command runs.
+"""
 
 import json
 from dataclasses import dataclass

@@ -47,7 +47,7 @@ class ModelFlags:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     attention: Attention = "dense"
-    """Attention policy. "dense" reads all keys; "kascade" reads the key tiles that it selects by its plan. For
+    """Attention policy. "dense" reads all keys; "kascade" reads the key tiles that it selects under its plan. For
     comparison: "window" reads the first keys and the most recent ones, "oracle" the tiles that exact scores rank
     best."""
     plan: Omittable[Path] = None
@@ -71,7 +71,10 @@ class ModelFlags:
         from tessera.generate import load
 
         if self.plan is not None and self.attention != "kascade":
-            raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
+            raise ValueError(
+                f"--plan {self.plan} cannot be used with --attention {self.attention}: use --attention kascade, "
+                f"or drop --plan"
+            )
         names = ("dtype", "weights", "cache", "attention", "plan", "mesh")
         return load(named_model(self.model), **{name: getattr(self, name) for name in names})
 
@@ -117,7 +120,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
-            raise ValueError("--parse-special is for --chat: drop it; without --chat, special tokens are always parsed")
+            raise ValueError("--parse-special needs --chat: drop it; without --chat, special tokens are always parsed")
         return self.run_together(lambda: self.answer(prompts, sampling), prompts)
 
     def answer(self, prompts: list, sampling: dict) -> int:
@@ -153,7 +156,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         return status
 
     def read_prompts(self) -> list[str] | list[list[int]]:
-        """Read the prompts of the command line ("-" is standard input), then those of --file."""
+        """Read the prompts on the command line ("-" means standard input), then the prompts in --file."""
         prompts = (*self.prompt, *self.option)
         if not prompts and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
@@ -245,7 +248,7 @@ class Doctor:
     plan: Omittable[Path] = None
     """Also report this plan's promise and measured values."""
     model: Annotated[Omittable[str], MODEL] = None
-    """Also report the promise and measured values of this model's plan, and a problem if it does not fit the model."""
+    """Also report the promise and measured values of this model's plan, and a problem if the plan does not fit."""
     all: bool = False
     """Print every version, and why the other kernels do not run."""
     json: bool = False

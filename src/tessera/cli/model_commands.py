@@ -71,7 +71,7 @@ def with_its_plan(model):
         plan = Plan.load(path)
         plan.check(model.config, fingerprint(model.params, model.config))
     except ValueError as error:
-        print(f"{path} is left out: {error}", file=sys.stderr)
+        print(f"the plan {path} is left out: {error}", file=sys.stderr)
         return model
     return replace(model, plan=plan)
 

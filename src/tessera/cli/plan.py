@@ -71,7 +71,7 @@ class Plan:
         return 1 if answer.first is None or any(check.refused for check in checks) else 0
 
     def answer(self):
-        """Return the planner's answer and, with --compile, the comparisons with the compiler, else ()."""
+        """Return the planner's answer, and its comparisons with the compiler (empty without --compile)."""
         for name in ("devices", "batch", "length", "chunk"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:

@@ -44,7 +44,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _print_whole(console: Console, table: Table) -> None:
-    """Print a table at its full width: in a narrow terminal, rich would cut off figures, but a terminal wraps lines."""
+    """Print a table at its full width, so that a narrow terminal wraps the lines; rich would cut off figures."""
     table.width = table.__rich_measure__(console, console.options.update(max_width=1000)).maximum
     console.print(table, crop=False)
 

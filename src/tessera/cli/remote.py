@@ -1,4 +1,4 @@
-"""`tessera chat --url`: connect to a server, and read the API key from its file."""
+"""`tessera chat --url`: connect to a server, and read the API key from a file."""
 
 from collections.abc import Callable
 from contextlib import closing, contextmanager
@@ -44,10 +44,10 @@ def conversation(flags: Any, say: Callable[[str], Any]):
 
 
 def first_key(path: Path | None) -> str | None:
-    """Return the first line of a file of API keys; None without a file."""
+    """Return the first line of a file of API keys; None if `path` is None."""
     if path is None:
         return None
     key = path.read_text(encoding="utf-8").split("\n")[0].strip()
     if not key:
-        raise ValueError(f"{path} holds no key in its first line: write one there")
+        raise ValueError(f"the first line of {path} is empty: write the API key there")
     return key

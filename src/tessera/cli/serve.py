@@ -141,7 +141,7 @@ class Serve:
         if self.api_key_file is None:
             if self.host not in LOCAL:
                 raise ValueError(
-                    f"--host {self.host} can be reached from other machines, where anyone could use the model: "
+                    f"--host {self.host} lets other machines connect, so anyone there could use the model: "
                     f"add --api-key-file FILE, or listen on 127.0.0.1"
                 )
             return ()

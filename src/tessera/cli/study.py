@@ -69,7 +69,7 @@ class TpuFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuBlocks:
-    """Search for the block sizes of the TPU kernels with the shortest predicted times."""
+    """Search for the block sizes that give the TPU kernels the shortest predicted times."""
 
     chip: Chips = ()
     """Chips to compile for; all if not given."""
@@ -231,7 +231,7 @@ class Fusions:
     list: bool = False
     """Print the parts that are left and exit."""
     report: bool = False
-    """Append a record to evidence/ per part, way to compute it, and chip."""
+    """Append a record to evidence/ for each combination of part, way to compute it, and chip."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -278,7 +278,7 @@ class Memory:
     list: bool = False
     """Print the steps that are left and exit."""
     report: bool = False
-    """Append a record to evidence/ per step, variant of it, and device."""
+    """Append a record to evidence/ for each combination of step, variant and device."""
     debug: bool = False
     """Show the traceback of an error."""
 

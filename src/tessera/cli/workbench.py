@@ -96,7 +96,7 @@ class Verify:
     """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
     """Block sizes to verify: "small" verifies the smallest ones in all calls, "default" the default ones in long calls
-    only, "all" every one in the search space, also in long calls only."""
+    only, "all" every one of the search space, also in long calls only."""
     random: int = 5
     """Number of random shapes per kernel and dtype; they use the smallest blocks."""
     seed: Omittable[int] = None
@@ -120,7 +120,7 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Search a kernel's block sizes on this device; a restart after Ctrl-C resumes."""
+    """Search for a kernel's best block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
     """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
