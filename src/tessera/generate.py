@@ -55,10 +55,8 @@ Prompt = str | Sequence[int]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised on Ctrl-C during generation; `generations` holds the partial results, one per prompt.
-
-    The list is empty if a server generated the text (`tessera chat --url`).
-    """
+    """Raised on Ctrl-C during generation. `generations` holds the partial results, one per prompt; it is empty if a
+    server generated the text (`tessera chat --url`)."""
 
     def __init__(self, generations: list[Generation]):
         super().__init__()
@@ -222,13 +220,10 @@ class Model:
         return count + warm_choices([values.method], batch, self.config.vocab_size, mesh_of(self.params))
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
-        """Return this model with another attention policy.
+        """Return this model with another attention policy; `options` set fields of the policy, e.g. fraction=0.05.
 
-        Args:
-            attention: "dense", "kascade", "window" or "oracle".
-            plan: a Plan or its path. If None, the new model keeps this model's plan; if this model has none, kascade
-                loads the plan that `locate_plan` finds.
-            options: fields of the policy to set, e.g. fraction=0.05.
+        If `plan` is None, the new model keeps this model's plan; if this model has none, kascade loads the plan that
+        `locate_plan` finds.
         """
         check_attention(attention)
         found = find_plan(attention, self.plan if plan is None else plan, self.source)
@@ -255,11 +250,8 @@ class Model:
         return str(self.params.embed.dtype) + (f", {self.weights} weights" if self.weights else "")
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Encode the prompts as token lists.
-
-        Raises:
-            ValueError: a prompt is empty, longer than the context, or holds a token outside the vocabulary.
-        """
+        """Encode the prompts as token lists; raise ValueError if a prompt is empty, exceeds the context, or holds a
+        token outside the vocabulary."""
         single = isinstance(prompts, str)
         prompts = list(prompts)
         if single or (prompts and isinstance(prompts[0], int | np.integer)):
@@ -376,12 +368,8 @@ def load(
 
 
 def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
-    """Check that a model can be loaded, before its weights are read.
-
-    Raises:
-        ValueError: the number format that `weights` names does not suit this model's matrices or file.
-        MemoryError: the weights and the programs that use them do not fit in memory.
-    """
+    """Raise ValueError if this model's matrices do not support the number format `weights`, and MemoryError if the
+    weights and the programs that use them do not fit in memory."""
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {weights or config.dtype},"
     kinds = {}
@@ -422,13 +410,8 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return `plan`, loaded if it is a path.
-
-    If `plan` is None: for "kascade", load the plan that `locate_plan` finds; for any other policy, return None.
-
-    Raises:
-        ValueError: `attention` is "kascade", and there is no plan.
-    """
+    """Return `plan`, loaded if it is a path. If it is None: for "kascade", load the plan that `locate_plan` finds, or
+    raise ValueError if there is none; for any other policy, return None."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
