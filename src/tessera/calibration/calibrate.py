@@ -51,7 +51,7 @@ def calibrate(
     progress: bool = True,
     notes: str | os.PathLike | None = None,
 ) -> Plan:
-    """Find how many keys each layer and head of a model must read, and measure how close the plan stays to dense.
+    """Find how many keys each layer and head of a model must read, make a plan, and measure its loss against dense.
 
     Args:
         model: any object with `params`, `config` and (for texts) `tokenizer`.

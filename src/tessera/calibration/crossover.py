@@ -28,8 +28,8 @@ REPEATS = 3
 """Timed runs per policy and length."""
 
 TIMED_KEYS = 8192
-"""Minimum cache capacity of a timed prefill, in keys, if the model's context allows it. All lengths up to it use this
-capacity, so that the programs compile only once."""
+"""Minimum cache capacity of a timed prefill, in keys; the model's context if that is shorter. Prefills of up to this
+length share the capacity, so that their programs compile only once."""
 
 
 def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:

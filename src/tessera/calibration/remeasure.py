@@ -26,7 +26,7 @@ def measure_again(
     max_tokens: int = 65536,
     progress: bool = True,
 ) -> Plan:
-    """Measure how close a plan stays to dense on every window of a text; the plan's layers and budgets do not change.
+    """Measure a plan's loss against dense on every window of a text; the plan's layers and budgets do not change.
 
     Args:
         model, texts, crossover, max_tokens, progress: as in `calibrate`.

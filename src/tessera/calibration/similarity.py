@@ -57,11 +57,11 @@ class Notes:
     """Results of the similarity pass.
 
     Attributes:
-        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose choice of keys head k of layer
-            b would reuse. The last axis has length 1 if the heads are pooled.
+        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose selection would be reused by
+            head k of layer b. The last axis has length 1 if the heads are pooled.
         similarity: [layers, layers]. similarity[a, b] is layer b's attention probability on the keys that layer a
-            chooses, divided by its probability on the keys that b itself chooses. It is the minimum over a window's
-            query tiles, averaged over windows and heads.
+            chooses, divided by layer b's probability on the keys that b itself chooses. It is the minimum over a
+            window's query tiles, averaged over windows and heads.
         importance: [layers]. Mean of 1 - cosine between the residual stream before and after the attention block.
     """
 

@@ -84,8 +84,8 @@ class Chat(Turns):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the question that ends `messages`, after dropping the oldest turns if the context is too short; store
-        the remaining messages and the answer."""
+        """Answer the question that ends `messages`; store the messages and the answer, without the oldest turns if the
+        conversation exceeds the context."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = (self.seed + attempts) % 2**32

@@ -23,11 +23,11 @@ class Calibrate:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """File to write the plan to. Other commands find the plan without a flag if it is plan.json in the model's folder,
-    or x.plan.json next to x.gguf."""
+    """File to write the plan to. Other commands find the plan without a flag if this file is plan.json in the model's
+    folder, or x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
-    """Existing plan file. Instead of searching for a plan, measure again what this one keeps on the text, and from how
-    many tokens it is faster than dense on this device."""
+    """Plan file. Instead of searching for a plan, measure this plan again: what it keeps on the text, and from how many
+    tokens it is faster than dense on this device."""
     keep: Omittable[float] = None
     """Target: keep at least this share of the probability that dense attention gives the right next token, on held-out
     text and on facts planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""

@@ -21,8 +21,8 @@ MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip that this machine lacks, and report whether it fits and how it uses the
-    chip.
+    """Compile an attention kernel for a chip that this machine lacks, and report whether the kernel fits and how
+    well it uses the chip.
 
     Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 after an
     error, for example if no kernel supports the call; 3 if the compiler was stopped at --limit-s.

@@ -20,7 +20,7 @@ class Load:
     url: Annotated[str, tyro.conf.Positional]
     """Address of the server, such as http://127.0.0.1:8000."""
     rate: Omittable[float] = None
-    """Mean number of requests per second; if not given, all are sent at once, with at most --clients open."""
+    """Mean number of requests per second; if not given, requests are sent as soon as --clients allows."""
     requests: int = 50
     """Number of requests."""
     clients: Omittable[int] = None

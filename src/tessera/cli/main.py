@@ -120,7 +120,9 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
-            raise ValueError("--parse-special needs --chat: drop it; without --chat, special tokens are always parsed")
+            raise ValueError(
+                "--parse-special needs --chat; without --chat, special tokens are always parsed: drop --parse-special"
+            )
         return self.run_together(lambda: self.answer(prompts, sampling), prompts)
 
     def answer(self, prompts: list, sampling: dict) -> int:

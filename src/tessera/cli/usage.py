@@ -20,7 +20,7 @@ COMMANDS = MappingProxyType(
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
         "perplexity": "eval compares policies, calibrate measures what a plan loses",
-        "quantize": "use `tessera generate --weights int8`, which rounds the weights as it loads them",
+        "quantize": "use `tessera generate --weights int8`, which rounds the weights in memory and writes no file",
         "version": "--version shows it",
     }
 )
@@ -75,7 +75,7 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("--chat-template", "--jinja", "--in-prefix", "--in-suffix"), _SPECIAL),
         **dict.fromkeys(("-mli", "--multiline-input"), f"{_CHAT}, where a line that ends with \\ continues"),
         **dict.fromkeys(("-hff", "--hf-file"), "download the file and pass its path to --model"),
-        **dict.fromkeys(("-e", "--escape"), "type the characters themselves, or use the shell's $'...': drop it"),
+        **dict.fromkeys(("-e", "--escape"), "drop it, and type the characters themselves, or use the shell's $'...'"),
         **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "layers are not spread over devices: drop it"),
         **dict.fromkeys(("--keep", "--context-shift"), "the whole conversation stays in the context: drop it"),
         "--ignore-eos": "an answer ends at the model's end token: drop it",
