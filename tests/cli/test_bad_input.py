@@ -331,7 +331,7 @@ def test_calibrate_does_not_overwrite_its_gguf(capsys, tmp_path):
     path, before = tmp_path / "ok.gguf", b"GGUF and the weights"
     path.write_bytes(before)
     line = refuse(capsys, "calibrate", "--model", str(path), "--text", __file__, "--out", str(path))
-    assert f"--out {path} is a model's file" in line
+    assert f"--out {path} is the name of a model's file" in line
     assert path.read_bytes() == before
 
 

@@ -119,7 +119,7 @@ class Turns(ABC):
             stream, progress: as in `ask`.
 
         Raises:
-            ValueError: the conversation has no question.
+            ValueError: the conversation has no question, or for the reasons given in `ask`.
             Interrupted: Ctrl-C was pressed; the partial answer replaces the old one.
         """
         if not self.turns:
