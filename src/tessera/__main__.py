@@ -1,4 +1,7 @@
-"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, even in imports."""
+"""Entry point of the `tessera` command.
+
+Ctrl-C or a closed output pipe ends the command without a traceback, even while modules are being imported.
+"""
 
 import os
 import signal
@@ -29,7 +32,7 @@ def run() -> int:
         status = 141
         _drop_output()
     except OSError as error:  # a full disk
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write to standard output ({error.strerror}): redirect it elsewhere", file=sys.stderr)
         status = 2
         _drop_output()
     if status == interrupt.STATUS:
@@ -50,10 +53,10 @@ def _answer() -> int:
 
 
 def _replace_closed_streams() -> bool:
-    """Open the null device for each standard stream that the caller has closed; return whether standard output was.
+    """Open the null device for each standard stream that is closed; return whether standard output was closed.
 
-    Python sets such a stream to None. A file that is opened later would get the stream's file descriptor, and lines
-    that libraries write to standard error would end up in that file.
+    Python sets a closed stream to None. Without the null device, the next file that is opened would get the stream's
+    file descriptor. What libraries write to standard error, for example, would then end up in that file.
     """
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:  # in the order of their descriptors, because open() takes the lowest free one

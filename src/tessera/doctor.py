@@ -33,7 +33,8 @@ CALLS = (
     ("score", "decode", AttentionSpec(mass=True), 1, None),
     ("sparse", "decode", AttentionSpec(), 1, 13),
 )
-"""Attention calls of a model at 16,384 keys: role, phase, spec, query rows, selected tiles (None: no selection)."""
+"""Attention calls of a model at 16,384 keys: role, phase, spec, number of query rows, number of selected tiles (None if
+the call reads all keys)."""
 
 
 def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict
 
 
 def print_summary(found: dict[str, Any]) -> None:
-    """Print the report of `examine` on one screen: 24 lines of 100 columns, and a line for each problem."""
+    """Print a summary of the report that fits one screen: 24 lines of 100 columns, plus a line for each problem."""
     from rich.console import Console
     from rich.table import Table
 
@@ -93,7 +94,7 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 def _runs(kernels: list[dict[str, Any]], role: str, phase: str) -> str:
-    """Name the kernel that runs this role and phase, once if it is the same for all dtypes, else per dtype."""
+    """Name the kernel that runs this role and phase, or the kernel of each dtype if the kernels differ."""
     runs = {k["dtype"]: k["kernel"] or "none" for k in kernels if (k["role"], k["phase"]) == (role, phase)}
     if len(set(runs.values())) == 1:
         return next(iter(runs.values()))
@@ -173,14 +174,14 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
             choices = explain(spec, Shapes(1, num_queries, 16384, 8, 2, 128, capacity, dtype))
             chosen = next((c.kernel for c in choices if c.chosen), None)
             if chosen is None:
-                problems.append(f"no kernel runs {role} {phase} in {dtype} here: `tessera doctor --all` lists why")
+                problems.append(f"no kernel runs {role} {phase} in {dtype} here: `tessera doctor --all` shows why")
             listed = [{**choice._asdict(), "concerns": choice.kernel.endswith(role)} for choice in choices]
             found.append({"role": role, "phase": phase, "dtype": dtype, "kernel": chosen, "choices": listed})
     return found
 
 
 def _plans(problems: list[str]) -> dict[str, Plan]:
-    """Load the shipped plans, by path; add a problem for each that cannot be loaded."""
+    """Return the shipped plans, keyed by their path in the folder SHIPPED; add a problem for each that is invalid."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:
@@ -191,7 +192,7 @@ def _plans(problems: list[str]) -> dict[str, Plan]:
 
 
 def _note(plan: Plan) -> str:
-    """Describe in a few words how much quality a plan keeps and which share of the keys it reads."""
+    """Describe in a few words how much quality a plan keeps and what share of the keys it reads."""
     if not plan.promise:
         return promise_line(plan)
     missed = "" if plan.promise["held"] else " (missed)"

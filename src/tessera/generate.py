@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 PLAN_FILE = "plan.json"
 """Default file name of a plan in a model's folder."""
 GGUF_PLAN_SUFFIX = ".plan.json"
-"""Suffix of the file name of a GGUF file's default plan: x.plan.json next to x.gguf."""
+"""Suffix of the plan file that belongs to a GGUF file: x.plan.json next to x.gguf."""
 
 NEW_TOKENS = 128
 """Maximum number of new tokens, if neither the caller nor generation_config.json sets one."""
@@ -55,7 +55,8 @@ Prompt = str | Sequence[int]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised on Ctrl-C during generation; `generations` holds the partial results, one per prompt."""
+    """Raised on Ctrl-C during generation. `generations` holds the partial results, one per prompt; it is empty if a
+    server generated the text (`tessera chat --url`)."""
 
     def __init__(self, generations: list[Generation]):
         super().__init__()
@@ -67,7 +68,7 @@ class Model:
     """Weights with their config, tokenizer and attention policy.
 
     Attributes:
-        config: the decoder's sizes and switches.
+        config: the decoder's sizes and options.
         params: weights.
         tokenizer: None if the checkpoint has none; prompts must then be token lists.
         policy: attention policy, which computes the attention of every layer.
@@ -75,7 +76,7 @@ class Model:
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
         cache: dtype of cached keys and values: "int8", or None for the weights' dtype. `logits` uses no cache.
-        weights: name of the quantised form of the matrices, as in `load`; None for floats.
+        weights: number format of the weight matrices, as in `load`; None for floats.
     """
 
     config: ModelConfig
@@ -94,7 +95,7 @@ class Model:
         Raises:
             ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context, or the weights
                 hold NaN or infinity.
-            MemoryError: B * T * V logits do not fit.
+            MemoryError: the logits do not fit in memory.
         """
         tokens = np.asarray(tokens_BT)
         if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
@@ -134,33 +135,34 @@ class Model:
         stream: Callable[[int, str], Any] | None = None,
         progress: Callable[[int, int], Any] | None = None,
     ) -> list[Generation]:
-        """Continue each prompt. A prompt's answer does not depend on the other prompts of the batch.
+        """Continue each prompt. A prompt's answer does not depend on the other prompts in the batch.
 
         An argument that is None takes its value from the model's generation_config.json, as in transformers. Without a
         value there, generation takes the best token and stops after 128 tokens. To take the best token whatever that
-        file says, pass `**tessera.runtime.sampling.GREEDY`. An error in one prompt discards all answers; the `engine`
-        reports errors per request.
+        file says, pass `**tessera.runtime.sampling.GREEDY`. An error in one prompt discards all answers, whereas the
+        engine that `Model.engine` returns reports errors per request.
 
         Args:
             prompts: texts or token lists; lengths may differ.
-            max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
+            max_new_tokens: maximum number of tokens to generate per prompt; fewer if the model's context ends first.
             temperature: 0 takes the best token; a larger value divides the logits before sampling.
             top_k: keep the k best tokens; 0 keeps all.
             top_p: of these, keep the fewest best tokens whose probabilities sum to top_p or more; 1 keeps all.
             min_p: of these, keep tokens with at least min_p times the best token's probability; 0 keeps all.
-            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer,
-                before temperature and filters; 1 changes nothing.
+            repetition_penalty: changes the logits of tokens that are already in the prompt or the answer: positive ones
+                are divided by this value, negative ones multiplied by it. Temperature, top_k, top_p and min_p apply
+                afterwards; 1 changes nothing.
             stop: texts that end generation; the answer is cut before the first that appears.
-            seed: one for all prompts, or one per prompt. A draw depends only on its seed and step, not on the batch.
-            stream: called with (prompt index, text piece) as soon as text is final; whole characters only.
+            seed: one for all prompts, or one per prompt. A draw depends only on seed and step, not on the batch.
+            stream: called with (prompt index, text piece) as soon as the piece is final; whole characters only.
             progress: called with (prompt tokens read, prompt tokens to read) while prompts are being read.
 
         Returns:
             one Generation per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt or sampling value is invalid, or weights hold NaN.
-            MemoryError: the cache does not fit.
+            ValueError: a prompt or sampling value is invalid, or the weights hold NaN or infinity.
+            MemoryError: the cache does not fit in memory.
             Interrupted: Ctrl-C was pressed; the exception holds the partial results.
         """
         started_s = time.perf_counter()
@@ -198,13 +200,13 @@ class Model:
         """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
 
         Args:
-            max_tokens: tokens of the longest request; None for the model's context.
+            max_tokens: number of tokens of the longest request; None for the model's context.
             batch: prompts per call; each batch size compiles separately.
             progress: called with a line of text for each cache size and policy.
             sampling: temperature, top_k, ... of later requests; only whether each is enabled matters, not its value.
 
         Returns:
-            number of programs run.
+            number of programs, each of which has run once.
         """
         longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
         values = self.sampling(**sampling)
@@ -218,7 +220,11 @@ class Model:
         return count + warm_choices([values.method], batch, self.config.vocab_size, mesh_of(self.params))
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
-        """Return this model under another attention policy; `options` set fields of the policy, e.g. fraction=0.05."""
+        """Return this model with another attention policy; `options` set fields of the policy, e.g. fraction=0.05.
+
+        If `plan` is None, the new model keeps this model's plan; if this model has none, kascade loads the plan that
+        `locate_plan` finds.
+        """
         check_attention(attention)
         found = find_plan(attention, self.plan if plan is None else plan, self.source)
         if found is not None and found is not self.plan:
@@ -228,7 +234,7 @@ class Model:
         return replace(self, policy=policy_for(attention, self.config, found, **options), plan=found)
 
     def sampling(self, **given: Any) -> Sampling:
-        """Build the sampling parameters from the `given` values that are not None, else from generation_config.json."""
+        """Build the sampling parameters: values in `given`, unless None, override those in generation_config.json."""
         return Sampling(
             **self.generation_config.sampling() | {name: value for name, value in given.items() if value is not None}
         )
@@ -244,7 +250,8 @@ class Model:
         return str(self.params.embed.dtype) + (f", {self.weights} weights" if self.weights else "")
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Encode the prompts as token lists; raise ValueError if one is empty or exceeds vocabulary or context."""
+        """Encode the prompts as token lists; raise ValueError if a prompt is empty, exceeds the context, or holds a
+        token outside the vocabulary."""
         single = isinstance(prompts, str)
         prompts = list(prompts)
         if single or (prompts and isinstance(prompts[0], int | np.integer)):
@@ -262,7 +269,7 @@ class Model:
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
 
     def encode_prompt(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
-        """Encode one prompt; `name` is how the ValueError of `encode_prompts` calls it."""
+        """Encode one prompt, with the errors of `encode_prompts`; `name` is the prompt's name in their messages."""
         if isinstance(prompt, str):
             self._need_tokenizer(True, "a text prompt")
             if not prompt:
@@ -278,7 +285,8 @@ class Model:
     def _need_tokenizer(self, wanted: bool, what: str) -> None:
         if wanted and self.tokenizer is None:
             raise ValueError(
-                f"{what} needs a tokenizer and {self.source} has none: pass token lists, or add its tokenizer.json"
+                f"{what} needs a tokenizer and {self.source} has none: add its tokenizer.json, or pass token lists, "
+                f"without stream and stop"
             )
 
 
@@ -295,30 +303,32 @@ def load(
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
     Args:
-        path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
-            of a fetched model ("smollm2"), or "owner/name".
+        path_or_hub_id: a folder with config.json and safetensors, a GGUF file, the name of a fetched model ("smollm2"),
+            or "owner/name". The weights of a GGUF file are dequantised unless `weights` is "gguf".
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
-        weights: round the matrices as they are read: "int8", "int4" or "fp8" (one scale per output channel),
-            "int4-g32", "int4-g64" or "int4-g128" (a scale per so many inputs), or "w8a8" (int8 that also rounds the
-            activations of prefill); "gguf" keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. None keeps floats.
+        weights: number format to which the matrices are rounded as they are read: "int8", "int4" or "fp8" (one scale
+            per output channel), "int4-g32", "int4-g64" or "int4-g128" (one scale per 32, 64 or 128 inputs), or "w8a8"
+            (int8, and prefill rounds the activations to int8, too). "gguf" keeps a GGUF file's Q4_0, Q4_1 and Q8_0
+            tensors as stored. None keeps floats.
         attention: "dense", "kascade", "window" or "oracle" (`sparse.policies.POLICIES`).
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
-        mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
-            and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
-            A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
-            keys and a prompt's rows. None runs on one device; if JAX runs in several processes, on all their devices.
-        cache: "int8" keeps each cached key and value as int8 times one scale per position and KV head, in about half
+        mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". "heads" splits
+            weights, cache and logits by KV head, feed-forward column and vocabulary entry, so it must divide the number
+            of each. "context" splits each sequence's keys and a prompt's rows. A number n of devices means
+            heads = gcd(KV heads, n) and context = n / heads. None runs on one device; if JAX runs in several processes,
+            it runs on all their devices.
+        cache: "int8" stores each cached key and value as int8 with one scale per position and KV head, in about half
             the bytes of bfloat16; None or "auto" keeps the weights' dtype.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
-        MemoryError: the weights do not fit.
+        MemoryError: the weights do not fit in memory.
     """
     check_attention(attention)
     check_name(weights)
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
+        raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own dtype")
     cache = None if cache == "auto" else cache
     if cache not in (None, "int8"):
         raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
@@ -358,8 +368,8 @@ def load(
 
 
 def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
-    """Raise ValueError if `weights` names a form that cannot hold this model, MemoryError if the weights and the
-    programs that use them do not fit in memory."""
+    """Raise ValueError if this model's matrices do not support the number format `weights`, and MemoryError if the
+    weights and the programs that use them do not fit in memory."""
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {weights or config.dtype},"
     kinds = {}
@@ -400,7 +410,8 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return `plan`, loaded if it is a path. If it is None and `attention` is "kascade", load `locate_plan`'s."""
+    """Return `plan`, loaded if it is a path. If it is None: for "kascade", load the plan that `locate_plan` finds, or
+    raise ValueError if there is none; for any other policy, return None."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":

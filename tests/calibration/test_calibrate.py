@@ -350,7 +350,7 @@ def test_bad_texts_are_named(model, tmp_path):
 
 def test_a_text_that_is_read_whole_anyway_is_named(model):
     short = [np.arange(150).tolist()] * 2
-    with pytest.raises(ValueError, match="more than 64 keys besides those that are always read"):
+    with pytest.raises(ValueError, match="more than 64 tokens besides the keys that are always read"):
         calibrate(model, short, local=64, sinks=16, progress=False)
 
 

@@ -96,7 +96,7 @@ def test_bad_tokens_for_logits_are_refused(model, tokens, words):
 def test_a_missing_tokenizer_refuses_texts_only(model):
     bare = replace(model, tokenizer=None)
     for how, prompts in (({}, ["text"]), ({"stop": ["x"]}, [[1]]), ({"stream": print}, [[1]])):
-        with pytest.raises(ValueError, match=r"needs a tokenizer and .* has none: pass token lists"):
+        with pytest.raises(ValueError, match=r"needs a tokenizer and .* has none: add its tokenizer.json"):
             bare.generate(prompts, max_new_tokens=1, **how)
     [found] = bare.generate([[1, 2]], max_new_tokens=2)
     assert (found.text, len(found.tokens)) == ("", 2)
@@ -331,7 +331,7 @@ def test_calibrate_does_not_overwrite_its_gguf(capsys, tmp_path):
     path, before = tmp_path / "ok.gguf", b"GGUF and the weights"
     path.write_bytes(before)
     line = refuse(capsys, "calibrate", "--model", str(path), "--text", __file__, "--out", str(path))
-    assert f"--out {path} is a model's file" in line
+    assert f"--out {path} is the name of a model's file" in line
     assert path.read_bytes() == before
 
 

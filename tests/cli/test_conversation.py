@@ -78,7 +78,7 @@ def test_commands_act_and_refusals_are_sentences(model, tmp_path, monkeypatch, c
     ("line", "said"),
     [
         ("/nonsense now", "/nonsense is not a command; the commands are /help, /system, /undo"),
-        ("/etc/passwd is what?", 'Put a message that starts with / in """'),
+        ("/etc/passwd is what?", 'put """ before and after it'),
         ("x" * 600, "has 604 tokens"),
         ("/save", "/save needs a file"),
         ("/save a\0b", "null byte"),

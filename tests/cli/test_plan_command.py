@@ -94,7 +94,7 @@ def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys
 @pytest.mark.parametrize(("model", "said"), [("llama-3.2-1b", True), ("llama-3.2-3b", False)])
 def test_it_says_that_shares_are_of_wider_heads(model, said, capsys):
     """llama-3.2-1b has heads of 64, llama-3.2-3b of 128."""
-    words = "share of the peak rate for heads of 128 elements: with 64, prefill takes longer than predicted."
+    words = "share of the peak rate as with heads of 128 elements; with 64, prefill takes longer than predicted."
     assert cli.main(f"plan {model} --weights bfloat16".split()) == 0
     assert (words in " ".join(capsys.readouterr().out.split())) == said
 

@@ -89,7 +89,8 @@ def test_a_closed_pipe_ends_the_command_silently(argv):
 def test_a_full_disk_behind_standard_output_is_a_sentence():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "tessera", "--version"], stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (2, b"error: standard output: No space left on device\n")
+    said = b"error: cannot write to standard output (No space left on device): redirect it elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 @pytest.mark.parametrize(

@@ -482,7 +482,7 @@ def test_generate_chat_renders_the_template(tiny, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == list(answer.tokens)
     assert main(["generate", "--model", str(folder), "--chat", "--tokens", "1 2"]) == 2
     assert main(["generate", "--model", str(path), "--chat", "Hi"]) == 2  # the GGUF file has no tokenizer
-    assert "has no tokenizer" in capsys.readouterr().err
+    assert "has none: add its tokenizer.json" in capsys.readouterr().err
 
 
 def test_inspect_takes_a_file(tiny):

@@ -128,7 +128,7 @@ def test_a_remote_chat_says_what_is_wrong(running, tmp_path, capsys, monkeypatch
     assert remote_chat(running, tmp_path, [], key="wrong") == 2
     assert "refuses the API key" in capsys.readouterr().err
     assert remote_chat(running, tmp_path, [], "--dtype", "float32") == 2
-    assert "--dtype float32 is not for --url" in capsys.readouterr().err
+    assert "--dtype float32 cannot be used with --url" in capsys.readouterr().err
     assert remote_chat(running, tmp_path, ["x" * 300]) == 2
     assert "answers 400: the conversation has" in capsys.readouterr().err
     with (

@@ -1,9 +1,10 @@
-"""Calibration: run a model over text, find the keys that each layer must read, and build the plan.
+"""Calibration: run a model over text, find how many keys each layer and head must read, and build the plan.
 
 With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
 every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
-the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefill over lengths on this device.
-Windows run in chunks, so calibration takes no more memory than a prefill.
+the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefills of several lengths on this
+device.
+Windows of text run in chunks, so calibration takes no more memory than a prefill.
 """
 
 import datetime
@@ -50,29 +51,30 @@ def calibrate(
     progress: bool = True,
     notes: str | os.PathLike | None = None,
 ) -> Plan:
-    """Find the keys that a model's layers and heads must read, and measure what the plan keeps.
+    """Find how many keys each layer and head of a model must read, make a plan, and measure its loss against dense.
 
     Args:
         model: any object with `params`, `config` and (for texts) `tokenizer`.
         texts: a file, a folder of text files, or a list of texts or token lists.
-        keep: target: minimum share of dense's probability of the right next token, such as 0.99, on held-out text and
-            on the answers of probes planted in that text. The search finds a budget per KV head that meets the target.
-        max_kl: target: maximum KL(dense || plan) in nats per token, such as 0.02, on the same text and answers.
+        keep: target: minimum share, such as 0.99, of the probability that dense attention gives the right next token,
+            on held-out text and on facts planted in it. The search finds a budget per KV head that meets the target.
+        max_kl: target: maximum KL(dense || plan) in nats per token, such as 0.02, on the same text and facts.
         anchors: without a target, the number of anchors (None: the paper's proportion, 5 of 32 layers, at least 2) or
             the layers themselves.
         tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
         fraction, heads: without a target, fields of the plan: 0.1 and "remap" if not given.
         crossover: requests below this many tokens run dense; None measures the number on this device.
-        max_tokens: maximum number of tokens to take, sampled evenly from the text; a search runs only a part of them.
+        max_tokens: maximum number of tokens to take from the text, spread evenly over it. A search uses only some of
+            these tokens.
         progress: show a progress bar on standard error.
-        notes: with a target, a file that records each measurement; the same call resumes from it after a Ctrl-C, a
-            kill or a plan that could not be saved. Delete it once the plan is saved.
+        notes: with a target, a file that records each measurement; the same call resumes from this file after Ctrl-C, a
+            kill, or a failure to save the plan. Delete the file once the plan is saved.
 
     Returns:
         the plan. With a target, its promise holds the measured losses, and its metrics hold the loss that ablating each
-        head causes and the budgets tried. Without a target, its metrics hold similarity, importance, recall and density
-        per layer, and dense and sparse perplexity on held-out windows. If the cross-over is measured, the metrics also
-        hold its times.
+        head causes and the mean budgets tried. Without a target, its metrics hold similarity, importance, recall and
+        density of the layers, and dense and sparse perplexity on held-out windows. If the cross-over is measured, the
+        metrics also hold the prefill times.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the text or the weights are unusable; the message says why.
@@ -146,7 +148,7 @@ def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int 
         check_anchors(tuple(anchors), num_layers)
         return tuple(anchors)
     if not 1 <= anchors <= num_layers:
-        raise ValueError(f"{anchors=} must be from 1 to {num_layers}, the model's layers, or a list of layers")
+        raise ValueError(f"{anchors=} must be from 1 to {num_layers}, the number of layers, or a list of layers")
     return anchors
 
 
@@ -163,7 +165,7 @@ def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> di
 
 
 def provenance(corpus: Corpus, tokens_run: int) -> dict[str, Any]:
-    """Return a plan's provenance: corpus, number of its tokens that were run, date, versions, device."""
+    """Return a plan's provenance: corpus, number of corpus tokens that were run, date, versions, device."""
     return {
         "corpus": corpus.source,
         "corpus_sha256": corpus.sha256,

@@ -17,17 +17,19 @@ from tessera.sparse.kascade import Kascade
 logger = logging.getLogger(__name__)
 
 CROSSOVER_BUDGET_S = 240.0
-"""Seconds for all timed runs, excluding compilation. A length is not timed if it would probably exceed the time left.
-Two slow cores reach 4,096 tokens with a model of 135 M parameters."""
+"""Seconds for all timed runs, excluding compilation. A length is not timed if its runs would probably exceed the time
+left. With a model of 135 M parameters, two slow cores get as far as 4,096 tokens."""
 
 GROWTH = 3
-"""Assumed growth of a prefill's time when its length doubles: between 2 (matrix products) and 4 (attention)."""
+"""Assumed factor by which a prefill's time grows when its length doubles: between 2 (matrix products) and 4
+(attention)."""
 
 REPEATS = 3
 """Timed runs per policy and length."""
 
 TIMED_KEYS = 8192
-"""Minimum cache capacity for timed prefills, in keys: one size compiles once for all lengths up to it."""
+"""Minimum cache capacity of a timed prefill, in keys; the model's context if that is shorter. Prefills of up to this
+length share the capacity, so that their programs compile only once."""
 
 
 def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:
@@ -56,7 +58,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
     if found is None:
         logger.warning(
             "Kascade was not faster than dense up to %d tokens on this device: the plan runs every request dense; "
-            "pass crossover=0 to run Kascade anyway",
+            "pass crossover=0 (--crossover 0) to run Kascade anyway",
             times["tokens"][-1],
         )
     return found or context + 1, times
@@ -74,9 +76,9 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 
 
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
-    """Return the median milliseconds of a prefill of `length` tokens per policy, over interleaved runs.
+    """Return, for each policy, the median milliseconds of a prefill of `length` tokens, without compilation.
 
-    Compilation is not included.
+    The runs of the policies are interleaved.
     """
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
     size = max(length, min(model.config.max_positions, TIMED_KEYS))

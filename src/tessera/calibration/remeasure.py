@@ -14,7 +14,7 @@ from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
 SEED = 3
-"""Seed of the planted facts; `calibrate` uses 0, 1 and 2."""
+"""Seed of the planted facts; `calibrate` uses the seeds 0, 1 and 2."""
 
 
 def measure_again(
@@ -26,7 +26,7 @@ def measure_again(
     max_tokens: int = 65536,
     progress: bool = True,
 ) -> Plan:
-    """Measure what a plan keeps of dense on every window of a text; the plan's layers and budgets stay the same.
+    """Measure a plan's loss against dense on every window of a text; the plan's layers and budgets do not change.
 
     Args:
         model, texts, crossover, max_tokens, progress: as in `calibrate`.
@@ -40,7 +40,7 @@ def measure_again(
     """
     plan.check(model.config, fingerprint(model.params, model.config))
     if not plan.promise:
-        raise ValueError("the plan has no target to measure: make one with keep or max_kl")
+        raise ValueError("the plan has no target to measure: make a plan with keep or max_kl")
     target = Target(**{name: plan.promise[name] for name in ("keep", "max_kl") if name in plan.promise})
     corpus = read_corpus(model, texts, max_tokens)
     probes = probes_of(model, [*corpus.windows, *corpus.held_out], MAX_WINDOW, SEED)

@@ -1,8 +1,10 @@
-"""Probes for heads that look far back: facts and passages planted in the user's own text and repeated at its end.
+"""Probes for heads that look far back: text with planted facts, which are repeated at its end.
 
-Plain text rarely needs the few heads that retrieve, so a plan built on text alone loses them (LOG.md). A probe is a
-window of text with sentences hidden at even depths and repeated at the end; only the tokens of the repeated answers are
-judged. Without a tokenizer, keys and answers are random tokens of the text.
+Plain text rarely needs the few heads that retrieve facts, so a plan built on text alone loses them (LOG.md). A fact is
+a sentence made of a key ("The secret number of WORD is") and an answer (five digits). A probe is a window of the user's
+text with facts hidden at even depths; at its end, the facts and a passage of the text are repeated. Only the repeated
+answers, and the repeated passage after its first tokens, are judged. Without a tokenizer, keys and answers are random
+tokens of the text.
 """
 
 import re
@@ -14,9 +16,9 @@ import numpy as np
 
 FACTS, DIGITS = 4, 5
 KEY_TOKENS, ANSWER_TOKENS = 8, 4
-"""Tokens of the key and of the answer in a fact of random tokens."""
+"""Number of tokens of the key and of the answer in a fact of random tokens."""
 PASSAGE, CUE = 24, 8
-"""Tokens of a repeated passage, and number of its first tokens that are only a cue; the others are judged."""
+"""Number of tokens of the repeated passage. Its first CUE tokens are only a cue; the others are judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,9 @@ class Probe:
 
     Attributes:
         tokens: token ids of the window.
-        answers: (first, end) positions of each repeated answer's tokens; the row before a token predicts it.
-        text_end: end of the text and its planted sentences; the repetitions start here.
+        answers: (first, end) positions of the judged tokens of each repetition, end excluded; the row before a token
+            predicts this token.
+        text_end: position after the text and its planted facts, where the repetitions start.
     """
 
     tokens: np.ndarray
@@ -35,11 +38,13 @@ class Probe:
 
 
 def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = FACTS) -> Probe:
-    """Hide facts in a window of text, and repeat the facts and a passage at its end; the window keeps its length.
+    """Hide facts in a window of text, and repeat the facts and a passage of the text at the window's end.
+
+    The window keeps its length.
 
     Args:
         model: a model; its tokenizer, if it has one, encodes the facts.
-        window: token ids; the last ones are cut off to make room for the facts and repetitions.
+        window: token ids, the last of which are cut off to make room for the facts and repetitions.
         seed: the same seed gives the same probe.
         num_facts: number of facts to hide, at even depths.
 
@@ -78,7 +83,7 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
 def _fact(
     model: Any, words: Sequence[str], window: np.ndarray, rng: np.random.Generator, index: int
 ) -> tuple[np.ndarray, ...]:
-    """Draw the key, the answer and the ending of one planted sentence."""
+    """Draw one fact, and return the tokens of its key, of its answer and of the sentence's ending."""
     if model.tokenizer is None:
         pick = rng.choice(window, KEY_TOKENS + ANSWER_TOKENS)
         return pick[:KEY_TOKENS], pick[KEY_TOKENS:], window[:0]

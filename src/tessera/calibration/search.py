@@ -5,11 +5,11 @@
    per token. Similarity of layers, the paper's measure, misses the heads that retrieve facts: a real model has only a
    handful of them, and neighbouring heads do not attend to the same keys.
 2. *Missed mass* m[l,k,f]: the attention probability outside the best tiles that budget f (a share of the keys) allows
-   the head, from one dense pass.
+   the head to read, measured in one dense pass.
 3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, because KL is quadratic in a small change. Every head
    takes the budget that minimises loss + price * f, at one price for all; a higher price lowers the mean budget.
-4. The search tries several mean budgets: it runs the real policy, cheap scores included, on text and probes, and takes
-   the smallest mean budget that meets the target.
+4. The search tries several mean budgets: it runs a policy that selects tiles by cheap scores, as the plan will, on text
+   and probes. It chooses the smallest mean budget that meets the target.
 """
 
 import math
@@ -37,12 +37,14 @@ from tessera.sparse.kascade import Kascade
 STRIDE = 4
 """Step between compared rows of text; adjacent rows are nearly redundant."""
 PROBE_WEIGHT = 1.0
-"""Weight of the answers in the damage: nats of KL on text that count as much as one nat per answer token."""
+"""Weight of the planted answers in the damage: one lost nat per answer token counts as much as this many nats of KL per
+text token."""
 SHORT, LONG = 512, 4096
 """Tokens per window: SHORT for ablation, which takes one pass per head, LONG for trying mean budgets."""
 NO_NOTEBOOK = Notebook()
 STEPS = 5
-"""Mean budgets tried by bisection, 0.25 first. They resolve the result to 1/64 below 0.25, and to 3/64 above."""
+"""Number of mean budgets that bisection tries, 0.25 first. They resolve the result to 1/64 below 0.25, and to 3/64
+above."""
 HELD_OUT_STEP = 0.03
 """Increment of the mean budget while the first held-out window misses the target."""
 
@@ -52,8 +54,8 @@ class Target:
     """Target of a plan, on text and on probes.
 
     Attributes:
-        keep: minimum share of dense's probability of the right next token, geometric mean over tokens:
-            exp(loss of dense - loss of the plan).
+        keep: minimum share of the probability that dense gives the right next token, as a geometric mean over tokens:
+            exp(loss of dense - loss of the plan), with mean losses.
         max_kl: maximum KL(dense || plan), nats per token.
     """
 
@@ -79,10 +81,11 @@ class Kept:
     Attributes:
         text_kl, probes_kl: mean KL(dense || policy) per token, of text and of the probes' answers.
         text_loss, text_loss_dense: mean -ln p of the text.
-        text_kept, probes_kept: exp(loss of dense - loss of the policy), per token.
+        text_kept, probes_kept: exp(loss of dense - loss of the policy), with mean losses per token, of text and of the
+            probes' answers.
         asked: number of probe answers.
-        found_dense: number of probe answers whose tokens dense gets all right.
-        found: number of the answers in `found_dense` whose tokens the policy gets all right too.
+        found_dense: number of probe answers all of whose tokens dense predicts correctly.
+        found: number of these answers all of whose tokens the policy predicts correctly, too.
         density: keys read / keys visible, over all layers and heads.
         tokens: number of text rows compared.
     """
@@ -112,8 +115,8 @@ def search_policy(
     Return the policy, and a dict: the plan's promise, its metrics, and the number of tokens run.
 
     While the policy misses the target on the first held-out window, the mean budget grows by HELD_OUT_STEP. The promise
-    states what the policy keeps of dense on a second held-out window. If there is no second one, it states the result
-    on the first and is not `fresh`, since that window set the budget.
+    states the losses that the policy has on a second held-out window. If there is no second one, the promise states
+    those on the first and is not `fresh`, because that window set the budget.
     """
     windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
     ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
@@ -142,7 +145,7 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: target, lengths of the judging windows, whether the budgets were set on other windows
+    """Return the plan's promise: target, lengths of the judged windows, whether the budgets were set on other windows
     (`fresh`), whether the target is met, and the measured losses."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
@@ -174,16 +177,16 @@ class WithBudgets:
 
 
 class Judge:
-    """Compares policies with dense on the probes' windows; runs dense once, when built.
+    """Compares policies with dense on the probes' windows; the constructor runs dense, once.
 
-    `each` iterates over the windows and shows progress; by default, none is shown.
+    `each` iterates over the windows and shows progress; the default shows nothing.
     """
 
     def __init__(self, model: Any, probes: Sequence[Probe], each: Callable = lambda stage, items: items):
         self.model, self.probes, self.each = model, probes, each
         self.dense = [run_whole(model, probe.tokens, Dense())[0] for probe in each("dense", probes)]
         if not all(np.isfinite(hidden).all() for hidden in self.dense):
-            raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
+            raise ValueError("the model's activations are not finite on this text: check its weights for NaN or inf")
 
     def noted(self, notebook: Notebook, name: str, policy: PolicyOf, array: Any = None) -> Kept:
         """Return the notebook's result under this name; if there is none, call the judge and store what it returns."""
@@ -248,7 +251,7 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
 
 
 def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
-    """Choose a budget from GRID for every head, [L,K], such that their mean is at most `mean` and the loss is minimal.
+    """Choose a budget from GRID for every head, [L,K], so that their mean is at most `mean` and the loss is minimal.
 
     The modelled losses D (m[f] / m[0])^2 of the heads add up, so each head minimises its loss + price * f, where f is
     its budget. Bisection finds the price.

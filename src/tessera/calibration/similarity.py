@@ -29,6 +29,12 @@ def find_anchors(
     """Choose anchors and the head map by similarity, as the paper does.
 
     Return the policy, and a dict: the plan's metrics, and the number of tokens run.
+
+    Args:
+        model, corpus: the model, and the text to run it on.
+        count: number of anchors to choose, or the anchor layers themselves.
+        fixed: the policy's other fields, by name.
+        report: shows the progress.
     """
     always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
@@ -39,7 +45,8 @@ def find_anchors(
 
 
 def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Build the plan's head map. If `heads_LLK` has one column, for pooled heads, each head maps to itself."""
+    """Build the plan's head map. If the heads are pooled (`heads_LLK` has a last axis of length 1), each head maps to
+    itself."""
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers
@@ -50,10 +57,11 @@ class Notes:
     """Results of the similarity pass.
 
     Attributes:
-        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose choice head k of layer b would
-            use. The last axis has length 1 if the heads are pooled.
-        similarity: [layers, layers]. similarity[a, b] is layer b's probability on the keys that layer a chooses,
-            relative to b's own choice: the minimum over a window's query tiles, then the mean over windows and heads.
+        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose selection would be reused by
+            head k of layer b. The last axis has length 1 if the heads are pooled.
+        similarity: [layers, layers]. similarity[a, b] is layer b's attention probability on the keys that layer a
+            chooses, divided by layer b's probability on the keys that b itself chooses. It is the minimum over a
+            window's query tiles, averaged over windows and heads.
         importance: [layers]. Mean of 1 - cosine between the residual stream before and after the attention block.
     """
 
@@ -101,10 +109,11 @@ def record_similarity(
         if least is not None:
             minima.append(least)
     if not np.isfinite(turned).all():
-        raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
+        raise ValueError("the model's activations are not finite on this text: check its weights for NaN or inf")
     if not minima:
         raise ValueError(
-            f"the texts are too short: a window needs more than {NUM_KEYS} keys besides those that are always read"
+            f"the texts are too short: a window needs more than {NUM_KEYS} tokens besides the keys that are always "
+            f"read: pass longer texts"
         )
     similarity = np.mean(minima, axis=0)
     own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])

@@ -1,9 +1,10 @@
 """A conversation with one model. All turns use one engine, so a turn reuses keys that earlier prefills wrote.
 
 A turn gives the same result as a cold run of the whole conversation. It therefore prefills the previous answer again,
-and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, keys
-that decode wrote would differ: a decode row ranks the key tiles by its own scores, a prefill row by the scores of its
-whole query tile. (In the demo model the keys differ by 12 % of their maximum or more, from layer 3 on.)
+and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, the keys
+that decode wrote differ from the keys that a prefill would write: a decode row ranks the key tiles by its own scores,
+a prefill row by the scores of its whole query tile. (In the demo model, the two differ by at least 12 % of the largest
+absolute value, from layer 3 on.)
 
 The engine compares tokens, not turns: after `undo`, `regenerate`, `load` or a new system message, it reuses the longest
 prefix that the new prompt shares with the last prompt.
@@ -33,7 +34,7 @@ class Reply:
     Attributes:
         generation: the answer and its statistics; its `density` covers this turn only.
         reused_tokens: number of prompt tokens whose keys and values were still in the cache.
-        dropped_turns: number of turns (question and answer), the oldest ones, dropped to stay within the context.
+        dropped_turns: number of the oldest turns (question and answer) that were dropped to stay within the context.
     """
 
     generation: Generation
@@ -83,7 +84,8 @@ class Chat(Turns):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> Reply:
-        """Answer the question that ends `messages`; store the answer, and `messages` without turns that had to go."""
+        """Answer the question that ends `messages`; store the messages and the answer, without the oldest turns if the
+        conversation exceeds the context."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = (self.seed + attempts) % 2**32
@@ -110,7 +112,10 @@ class Chat(Turns):
         return self.model.tokenizer.encode_chat(messages, parse_special=self.parse_special)
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
-        """Drop oldest turns until prompt and answer fit the context; return messages, tokens and number of drops."""
+        """Drop the oldest turns until prompt and answer fit the context.
+
+        Return the remaining messages, their tokens, and the number of dropped turns.
+        """
         limit, kept, dropped = self.model.config.max_positions, len(opening(self.system)), 0
         room = min(self.max_new_tokens, limit // 4)
         while True:

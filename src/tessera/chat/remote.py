@@ -15,9 +15,9 @@ from tessera.core.escapes import escaped
 from tessera.generate import Interrupted
 
 WAIT_S = 1.0
-"""Seconds between two checks whether the server is ready."""
+"""Seconds between two requests that ask whether the server is ready."""
 CONNECT_S, SILENT_S = 10.0, 600.0
-"""Maximum seconds to connect, and until the next byte arrives. While the server reads a long prompt, it sends none."""
+"""Maximum seconds to connect, and to wait for the next byte: a server sends nothing while it reads a long prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class RemoteChat(Turns):
         """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
 
         Raises:
-            ValueError: no server answers at the address, or it refuses the key.
+            ValueError: no server answers at the address, or the server refuses the key.
         """
         with self._errors():
             waited = False
@@ -148,7 +148,7 @@ class RemoteChat(Turns):
     def _refusal(self, response: httpx2.Response) -> str:
         """Say why the server refused a request."""
         if response.status_code == 401:
-            return f"{self.url} refuses the API key: name the file that holds it with --api-key-file"
+            return f"{self.url} refuses the API key: pass a file that holds a valid key with --api-key-file"
         try:
             said = response.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):  # not a server with OpenAI's API
@@ -157,7 +157,7 @@ class RemoteChat(Turns):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the connection as ValueError."""
+        """Turn connection errors into ValueError."""
         try:
             yield
         except httpx2.HTTPError as error:

@@ -33,7 +33,7 @@ class Reply(Protocol):
 
 
 class Turns(ABC):
-    """A conversation; a subclass answers its questions.
+    """A conversation; subclasses implement `_answer`, which answers a question.
 
     Attributes:
         source: name of the model; saved conversations contain it.
@@ -113,11 +113,14 @@ class Turns(ABC):
     ) -> Reply:
         """Answer the last question again and replace its answer.
 
-        The n-th regeneration draws with seed + n, so the answer changes unless the temperature is 0. Arguments and
-        errors are those of `ask`.
+        The n-th regeneration draws with seed + n, so the answer changes unless the temperature is 0.
+
+        Args:
+            stream, progress: as in `ask`.
 
         Raises:
-            ValueError: the conversation has no question.
+            ValueError: the conversation has no question, or for the reasons given in `ask`.
+            Interrupted: Ctrl-C was pressed; the partial answer replaces the old one.
         """
         if not self.turns:
             raise ValueError("there is no answer to replace: the conversation is empty")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Calibrate:
     """Measure on a text how many keys each layer and head of a model must read, and write a Kascade plan.
 
-    After an interruption, the same command resumes.
+    If a search for a plan is interrupted, the same command resumes it.
     """
 
     text: Annotated[Path, FILE]
@@ -23,19 +23,19 @@ class Calibrate:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """File to write the plan to. Without --plan, other commands look for plan.json in the model's folder, or for
-    x.plan.json next to x.gguf."""
+    """File to write the plan to. Other commands find the plan without a flag if this file is plan.json in the model's
+    folder, or x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
-    """File of an existing plan. Do not search; measure again, on this text and device, what the plan keeps and from how
-    many tokens it is faster than dense."""
+    """Plan file. Instead of searching for a plan, measure this plan again: what it keeps on the text, and from how many
+    tokens it is faster than dense on this device."""
     keep: Omittable[float] = None
     """Target: keep at least this share of the probability that dense attention gives the right next token, on held-out
     text and on facts planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
     max_kl: Omittable[float] = None
     """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Use the recipe of Kascade's paper, which has no target: this many layers, the anchors, score all keys. The paper
-    takes 5 of 32."""
+    """Use the recipe of the Kascade paper, which has no target: this many layers (the anchors) score all keys. The
+    paper uses 5 of 32 layers."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
@@ -43,15 +43,15 @@ class Calibrate:
     local: int = 64
     """Number of keys just before a query tile that are always read."""
     sinks: int = 16
-    """Number of first keys of the sequence that are always read."""
+    """Number of keys at the start of the sequence that are always read."""
     fraction: Omittable[float] = None
-    """With --anchors: share of the visible keys that the layers other than anchors read, besides local keys and sinks;
-    0.1 if not given."""
+    """With --anchors: share of the visible keys that a layer reads if it is not an anchor, besides local keys and
+    sinks; 0.1 if not given."""
     minimum: int = 128
     """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: the anchor's selection that a head uses: that of the most similar head ("remap"), of the same
-    head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
+    """With --anchors: the head of the anchor layer whose selection a head uses: the most similar head ("remap") or the
+    head with the same number ("identity"). With "pooled", all heads share one selection. "remap" if not given."""
     crossover: Omittable[int] = None
     """Number of tokens below which a request runs dense; measured if not given."""
     max_tokens: int = 65536
@@ -89,7 +89,9 @@ class Calibrate:
         standard = Calibrate(text=self.text)
         if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"--plan measures {self.plan} as it is, and {flags} would change it: drop one of them")
+            raise ValueError(
+                f"--plan measures {self.plan} as it is, but {flags} would change it: drop --plan, or drop {flags}"
+            )
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":
@@ -132,7 +134,7 @@ def check_out(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder: name a file in it, such as {path / 'plan.json'}")
     if is_model_file(path.name):
-        raise ValueError(f"--out {path} is a model's file, not a plan: name another file, such as plan.json")
+        raise ValueError(f"--out {path} is the name of a model's file: name another file, such as plan.json")
     if path.exists():
         try:
             Plan.load(path)

@@ -33,7 +33,7 @@ ALIASES = MappingProxyType(
     {"/?": "/help", "/reset": "/clear", "/regen": "/regenerate", "/retry": "/regenerate", "/quit": "/exit"}
     | {"/bye": "/exit"}
 )
-"""Names that ollama and llama-cli give to commands -> our names."""
+"""Names of commands in ollama and llama-cli -> names of the same commands here."""
 HELP = "\n".join(
     [
         *(f"{name:16}{what}" for name, what in COMMANDS.items()),
@@ -90,7 +90,7 @@ class _Terminal:
         if text is None:
             raise ValueError(f"the input ends inside a message that {QUOTES} opened: close it with {QUOTES}")
         if command in ("/undo", "/regenerate", "/clear", "/help") and text:
-            raise ValueError(f"{command} takes no text, got {escaped(text)}")
+            raise ValueError(f"{command} takes no text, got {escaped(text)}: type {command} alone")
         match command:
             case "":
                 self.turn(lambda *shown: chat.ask(text, *shown))
@@ -113,7 +113,7 @@ class _Terminal:
                 names = ", ".join(name.split()[0] for name in COMMANDS)
                 raise ValueError(
                     f"{escaped(command)} is not a command; the commands are {names}. "
-                    f"Put a message that starts with / in {QUOTES}"
+                    f"To send a message that starts with /, put {QUOTES} before and after it"
                 )
 
     def say(self, remark: str) -> None:
@@ -139,7 +139,10 @@ class _Terminal:
         before = self.chat.turns[-1:]
         self.turn(self.chat.regenerate)
         if self.chat.turns[-1:] == before and not self.chat.draws:
-            self.say("The same answer: at temperature 0 nothing is random. Start chat with --temperature 0.8.")
+            self.say(
+                "The same answer again: at temperature 0 nothing is random. For other answers, start chat with "
+                "--temperature 0.8."
+            )
 
     def turn(self, ask: Callable[..., Reply]) -> None:
         """Call `ask` and print the answer while it is generated."""

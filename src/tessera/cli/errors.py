@@ -1,4 +1,4 @@
-"""Errors that every command shares: sentences for the operating system's errors, and the check of `ulimit -v`."""
+"""Error handling of all commands: turn exceptions into sentences, and check the address space limit (`ulimit -v`)."""
 
 import errno
 from contextlib import suppress
@@ -9,13 +9,13 @@ at 2 GiB."""
 
 
 def explained(error: Exception) -> str:
-    """Return an error as a sentence. The sentence names the file of an operating system's error, and gives advice if
-    disk or memory is full.
+    """Return an error's message as one sentence, with advice if the disk or the memory is full.
 
-    Python's own text of such an error is "[Errno 2] No such file or directory: 'x'".
+    For an error of the operating system, return "x: No such file or directory" instead of Python's
+    "[Errno 2] No such file or directory: 'x'".
     """
     if isinstance(error, MemoryError) and ": " not in str(error):  # not ours: ours give advice after a colon
-        return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or take a smaller model"
+        return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or use a smaller model"
     if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
         return str(error)
     said = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -30,6 +30,6 @@ def check_address_space() -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
             raise MemoryError(
-                f"this process may use {limit / 2**30:.2g} GiB of address space, and JAX alone takes more than "
+                f"this process may use {limit / 2**30:.2g} GiB of address space, but JAX alone needs at least "
                 f"{LEAST_ADDRESS_SPACE / 2**30:g} GiB: raise the limit (ulimit -v)"
             )

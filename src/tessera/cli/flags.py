@@ -49,8 +49,8 @@ class SamplingFlags:
     top_k: Omittable[int] = None
     """Draw from the k best tokens only; 0 is off. If not given, the value in generation_config.json."""
     top_p: Omittable[float] = None
-    """Draw only from the fewest best tokens whose probabilities sum to this value; 1 is off. If not given, the value in
-    generation_config.json."""
+    """Draw only from the fewest best tokens whose probabilities sum to this value or more; 1 is off. If not given, the
+    value in generation_config.json."""
     min_p: Omittable[float] = None
     """Draw only from tokens with at least this share of the best token's probability; 0 is off. If not given, the value
     in generation_config.json."""
@@ -61,7 +61,7 @@ class SamplingFlags:
     """Seed of the random draws: the same seed gives the same answer."""
 
     def values(self) -> dict[str, float | int]:
-        """Check the sampling flags that were given and return them as arguments of Model.generate."""
+        """Check the sampling flags that were given, and return them as keyword arguments for Model.generate."""
         from tessera.runtime.sampling import Sampling
 
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from tessera.cli.flags import MODEL, Omittable, Weights
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
-"""Flags of a single call, which cannot be combined with --model."""
+"""Flags that describe a single attention call, and that --model therefore refuses."""
 
 TIMED_OUT = 3
-"""Exit code if the compiler was stopped at --limit-s, so that it is unknown whether the call compiles."""
+"""Exit code if the compiler was stopped at --limit-s: it is then unknown whether the call compiles."""
 
 MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 """Flags that require --model."""
@@ -21,10 +21,11 @@ MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip that this machine lacks. Report whether it fits and how it uses the chip.
+    """Compile an attention kernel for a chip that this machine lacks, and report whether the kernel fits and how
+    well it uses the chip.
 
-    Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 if no kernel
-    takes the call; 3 if the compiler was stopped at --limit-s.
+    Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 after an
+    error, for example if no kernel supports the call; 3 if the compiler was stopped at --limit-s.
     """
 
     chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
@@ -52,7 +53,7 @@ class Inspect:
     query_tile: int = 32
     """Number of consecutive queries that read the same tiles."""
     fraction: float = 0.1
-    """Share of the key tiles that a call with --role sparse reads."""
+    """Share of the key tiles that sparse attention reads (--role sparse, or --model with kascade)."""
     window: Omittable[int] = None
     """Sliding window in tokens; none if not given."""
     softcap: Omittable[float] = None
@@ -60,17 +61,17 @@ class Inspect:
     model: Annotated[Omittable[str], MODEL] = None
     """Inspect a whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
-    """With --model: number of devices that every layer is split over."""
+    """With --model: number of devices over which every layer is split."""
     attention: Literal["kascade", "dense"] = "kascade"
-    """With --model: attention policy; kascade uses five anchor layers."""
+    """With --model: attention policy; kascade follows its paper, where 5 of 32 layers are anchors."""
     weights: Omittable[Weights] = None
     """With --model: number format of the weight matrices; floats if not given."""
     cache: Omittable[Literal["int8"]] = None
-    """With --model: type of the cached keys and values; that of the activations if not given."""
+    """With --model: dtype of the cached keys and values; the activations' dtype if not given."""
     kernel: Omittable[str] = None
-    """Name of the kernel; the kernel that dispatch chooses for this chip if not given."""
+    """Name of the kernel; if not given, the kernel that dispatch chooses for this chip."""
     config: Omittable[str] = None
-    """The kernel's block sizes as a JSON object; the kernel chooses them if not given."""
+    """The kernel's block sizes as a JSON object; if not given, the kernel chooses them."""
     limit_s: float = 300.0
     """Seconds after which the compiler is stopped."""
     picture: Omittable[Path] = None
@@ -117,7 +118,7 @@ class Inspect:
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
 
     def progress(self, what: str):
-        """Return a context manager that shows on a terminal what is being compiled and for how long."""
+        """Return a context manager that shows, on a terminal, what is being compiled and the time elapsed."""
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -132,7 +133,9 @@ class Inspect:
         try:
             return json.loads(self.config)
         except json.JSONDecodeError as error:
-            raise ValueError(f"--config {self.config} is not JSON ({error}): write '{{\"block_s\": 512}}'") from error
+            raise ValueError(
+                f"--config {self.config} is not JSON ({error}): write an object such as '{{\"block_s\": 512}}'"
+            ) from error
 
     def check(self) -> None:
         """Raise ValueError for flags that cannot work, before compilation starts."""
@@ -158,7 +161,7 @@ class Inspect:
             raise ValueError(f"{said} can be used only with --model: name a model, or leave this out")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            raise ValueError(f"{said} cannot be used with --model: these flags describe a single call")
+            raise ValueError(f"{said} cannot be used with --model, which inspects a whole step: leave this out")
         if self.picture is not None:
             check_picture(self.picture)
 
@@ -167,10 +170,11 @@ class Inspect:
         from tessera.deviceless import model_inspection
 
         if self.chip == "h200":
-            raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
+            raise ValueError(f"--chip {self.chip} cannot be used with --model: drop --model, or name a TPU")
         if self.weights == "gguf":
             raise ValueError(
-                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another type"
+                f"--weights {self.weights} needs the blocks of a GGUF file, but inspect reads no weights: choose "
+                f"another format"
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}

@@ -1,4 +1,7 @@
-"""The flags of `tessera load`, which measures a running server. Heavy modules are imported only when it runs."""
+"""The `tessera load` command, which measures a running server, and its flags.
+
+Heavy modules are imported only when the command runs.
+"""
 
 import json
 from dataclasses import dataclass
@@ -17,23 +20,23 @@ class Load:
     url: Annotated[str, tyro.conf.Positional]
     """Address of the server, such as http://127.0.0.1:8000."""
     rate: Omittable[float] = None
-    """Mean requests per second; if not given, requests are sent at once, up to --clients at a time."""
+    """Mean number of requests per second; if not given, requests are sent as soon as --clients allows."""
     requests: int = 50
     """Number of requests."""
     clients: Omittable[int] = None
-    """Requests that may be open at a time; no limit if not given."""
+    """Maximum number of requests that are open at the same time; no limit if not given."""
     prompt_tokens: int = 256
     """Tokens per prompt."""
     shared_tokens: int = 0
-    """Tokens at the start of each prompt that all prompts share."""
+    """Length, in tokens, of the prefix that all prompts share."""
     new_tokens: int = 32
     """Tokens per answer."""
     seed: int = 0
     """Seed of arrival times and prompts."""
     ttft_s: Omittable[float] = None
-    """Maximum seconds to the first text; goodput counts only requests within the limits."""
+    """Maximum seconds to the first piece of text; goodput counts only requests that meet this limit."""
     itl_s: Omittable[float] = None
-    """Maximum seconds between two pieces of text; goodput counts only requests within the limits."""
+    """Maximum seconds between two pieces of text; goodput counts only requests that meet this limit."""
     api_key_file: Omittable[Path] = None
     """File whose first line is the API key."""
     json: bool = False
@@ -42,7 +45,7 @@ class Load:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Send the load and print the summary; return 1 if a request failed."""
+        """Send the requests and print the summary; return 1 if a request failed."""
         import asyncio
 
         from rich.console import Console
@@ -58,7 +61,9 @@ class Load:
         if self.rate is not None and not self.rate > 0:
             raise ValueError(f"--rate {self.rate} must be positive; leave it out to send all requests at once")
         if not 0 <= self.shared_tokens <= self.prompt_tokens:
-            raise ValueError(f"--shared-tokens {self.shared_tokens} must be from 0 to --prompt-tokens")
+            raise ValueError(
+                f"--shared-tokens {self.shared_tokens} must be from 0 to --prompt-tokens {self.prompt_tokens}"
+            )
         key = first_key(self.api_key_file)
         names = ("requests", "clients", "prompt_tokens", "shared_tokens", "new_tokens", "seed")
         sent = client.Load(rate=self.rate or float("inf"), **{name: getattr(self, name) for name in names})
@@ -76,14 +81,16 @@ def render(found: dict) -> str:
     """Return the summary as lines of text."""
     lines = [f"{found['completed']} requests in {found['seconds']:.1f} s"]
     lines += [f"failed: {count} x {error}" for error, count in found["errors"].items()]
-    lines.append(f"tokens per second: {found['tokens_per_s']:.1f} new, {found['prompt_tokens_per_s']:.0f} of prompts")
+    lines.append(
+        f"tokens per second: {found['tokens_per_s']:.1f} generated, {found['prompt_tokens_per_s']:.0f} in prompts"
+    )
     lines.append(f"prompt tokens found in the cache: {found['cached_tokens']}")
     for name, about in (("ttft_s", "time to first text"), ("itl_s", "time between pieces of text")):
         if found[name] is not None:
             shown = ", ".join(f"{key} {1000 * value:.0f} ms" for key, value in found[name].items())
             lines.append(f"{about}: {shown}")
     if "density" in found:
-        lines.append(f"keys read: {found['density']:.0%} of those visible")
+        lines.append(f"keys read: {found['density']:.0%} of the visible keys")
     if "goodput_per_s" in found:
         lines.append(f"goodput: {found['goodput_per_s']:.2f} requests per second within the limits")
     return "\n".join(lines)

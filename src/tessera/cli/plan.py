@@ -1,4 +1,7 @@
-"""Flags of `tessera plan`, which predicts whether a model fits. Heavy modules are imported only when it runs."""
+"""The `tessera plan` command, which predicts whether a model fits, and its flags.
+
+Heavy modules are imported only when the command runs.
+"""
 
 import json
 from dataclasses import dataclass
@@ -21,10 +24,10 @@ class Plan:
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """Hugging Face folder, GGUF file, fetched model's name, hub id (only its config is downloaded), or a name such as
-    llama-3.1-8b."""
+    """Hugging Face folder, GGUF file, name of a fetched model, hub id (only its config is downloaded), or a name such
+    as llama-3.1-8b."""
     chip: Literal["v4", "v5e", "v5p", "v6e", "v7x", "h100", "h200"] = "v6e"
-    """Chip; v7x counts each of its two cores as a device."""
+    """Chip; each of the two cores of a v7x counts as a device."""
     devices: int = 1
     """Number of devices that share every layer."""
     batch: int = 1
@@ -34,16 +37,17 @@ class Plan:
     chunk: Omittable[int] = None
     """Prompt tokens per sequence in one prefill call; the engine's default if not given."""
     plan: Omittable[Path] = None
-    """Kascade plan file. If not given, the paper's recipe: one anchor in six or seven layers, a tenth of the keys."""
+    """Kascade plan file. If not given, the paper's recipe: one in six or seven layers is an anchor, and the other
+    layers read a tenth of the keys."""
     weights: Several[Literal["bfloat16", Weights]] = ()
-    """Types of the matrices to compare; all that the model can take if not given."""
+    """Types of the weight matrices to compare; if not given, all types that the model supports."""
     compile: bool = False
-    """Also compile a decode step and a prefill chunk in the model's own dtype, and compare the memory planned for each
-    with the compiler's. Takes minutes."""
+    """Also compile a decode step and a prefill chunk in the model's own dtype, and compare the memory predicted for
+    each with the memory that the compiler reports. Takes minutes."""
     limit_s: float = 900.0
     """With --compile: time limit of the compiler for each step, in seconds."""
     picture: Omittable[Path] = None
-    """File for a picture of the memory that each pair of types takes, next to the chip's memory."""
+    """File for a picture of the memory that each pair of weight and cache types takes, next to the chip's memory."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -67,7 +71,7 @@ class Plan:
         return 1 if answer.first is None or any(check.refused for check in checks) else 0
 
     def answer(self):
-        """Return the planner's answer and, with --compile, the compiler's."""
+        """Return the planner's answer, and its comparisons with the compiler (empty without --compile)."""
         for name in ("devices", "batch", "length", "chunk"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
@@ -94,7 +98,7 @@ class Plan:
         return planner.plan(question, weights=self.weights, source=None if source is None else Path(source)), checks
 
     def policy(self, config):
-        """Return the Kascade policy of --plan, or the paper's recipe."""
+        """Return the Kascade policy of --plan, or that of the paper's recipe if --plan is not given."""
         from tessera.runtime.roofline import recipe
         from tessera.sparse import plan as plans
         from tessera.sparse.kascade import Kascade

@@ -1,4 +1,5 @@
-"""Picture of `tessera plan`: one bar per pair of types, stacked by part, and a line at the chip's usable memory."""
+"""Picture of `tessera plan`: one bar of memory per pair of weight and cache types, stacked by what takes the memory,
+and a line at the chip's usable memory."""
 
 from pathlib import Path
 
@@ -15,7 +16,7 @@ PARTS = {
     "activations": ("activations", "#3ca951"),
     "rest": ("copies, logits, norms, program", "#9c9c9c"),
 }
-"""Part -> label and colour; "rest" is the total minus the other parts."""
+"""Part of the memory -> label and colour; "rest" is the total minus the other parts."""
 
 
 def draw(answer: Answer, model: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from tessera.runtime.roofline import DERIVED, HEAD_DIM, Speed
 
 GIB = 1 << 30
 WORDS = ("weights, cache", "reads", "bound by")
-"""Left-aligned columns; the others hold numbers."""
+"""Left-aligned columns; all other columns are right-aligned."""
 
 
 def print_answer(answer: Answer, model: str, checks=()) -> None:
@@ -44,7 +44,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _print_whole(console: Console, table: Table) -> None:
-    """Print a table at its full width. In a narrow terminal, rich would cut figures off; the terminal wraps lines."""
+    """Print a table at its full width, so that a narrow terminal wraps the lines; rich would cut off figures."""
     table.width = table.__rich_measure__(console, console.options.update(max_width=1000)).maximum
     console.print(table, crop=False)
 
@@ -91,8 +91,8 @@ def _notes(answer: Answer) -> list[str]:
     if answer.choice is not None and q.chip in DERIVED and q.config.head_dim != HEAD_DIM:
         doubt = "takes longer than predicted" if q.config.head_dim < HEAD_DIM else "may differ from the prediction"
         lines.append(
-            f"The prediction assumes attention's share of the peak rate for heads of {HEAD_DIM} elements: with "
-            f"{q.config.head_dim}, prefill {doubt}."
+            f"The prediction assumes that attention reaches the same share of the peak rate as with heads of "
+            f"{HEAD_DIM} elements; with {q.config.head_dim}, prefill {doubt}."
         )
     if q.length > q.config.max_positions:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
@@ -105,7 +105,7 @@ def _notes(answer: Answer) -> list[str]:
 
 
 def _refusals(answer: Answer) -> list[str]:
-    """Return a line for each reason, other than memory, for which pairs of types are refused."""
+    """Return a line for each reason, other than memory, for which pairs of weight and cache types are refused."""
     found: dict[str, list[Pair]] = {}
     for pair in answer.pairs:
         if pair.refused:

@@ -1,4 +1,4 @@
-"""Flags that share one model among several processes; only process 0 prints."""
+"""Flags that make a command run in several processes, which share one model; only process 0 prints."""
 
 import hashlib
 import os
@@ -23,7 +23,8 @@ class ProcessFlags:
     """Flags that make this process one of several."""
 
     coordinator: Omittable[str] = None
-    """Run as one of several processes: HOST:PORT at which process 0 listens. JAX uses the next port."""
+    """Run as one of several processes. The value is the address, HOST:PORT, at which process 0 listens; JAX uses the
+    next port."""
     processes: Omittable[int] = None
     """With --coordinator: number of processes."""
     process: Omittable[int] = None
@@ -35,7 +36,7 @@ class ProcessFlags:
         """Return this process's place among the processes; None without --coordinator.
 
         Raises:
-            ValueError: a flag is missing, or --wait-s is out of range.
+            ValueError: a flag is missing or out of range, or needs --coordinator.
         """
         from tessera.core.processes import place
 
@@ -51,7 +52,11 @@ class ProcessFlags:
         return place(self.coordinator, self.processes, self.process)
 
     def run_together(self, run: Callable[[], int], prompts: Any) -> int:
-        """Run a command in all processes, if all have the same arguments; only process 0 prints."""
+        """Call `run` and return its exit code.
+
+        With --coordinator, first connect to the other processes and check that they have the same model, flags and
+        `prompts`; only process 0 prints.
+        """
         place = self.check_processes()
         if place is None:
             return run()
@@ -59,7 +64,10 @@ class ProcessFlags:
 
 
 def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
-    """Connect to the other processes, call `run`, as each of them does, and return its exit code."""
+    """Connect to the other processes, check that their `facts` are equal, call `run` and return its exit code.
+
+    Every process calls this with its own `place`.
+    """
     from tessera.core.processes import FAILED, join
 
     lifeline, status = join(place, facts, wait_s), FAILED
@@ -105,7 +113,8 @@ def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:
 
 @contextmanager
 def speaking(aloud: bool):
-    """Keep output of libraries out of standard output; unless `aloud`, discard standard output and error, too."""
+    """Keep what libraries print out of standard output. Unless `aloud`, also discard what this process itself prints on
+    standard output and standard error."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # gloo prints each connection to file descriptor 1

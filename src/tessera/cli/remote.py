@@ -1,4 +1,4 @@
-"""`tessera chat --url`: connect to a server, and read the API key from its file."""
+"""`tessera chat --url`: connect to a server, and read the API key from a file."""
 
 from collections.abc import Callable
 from contextlib import closing, contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
-"""Flags for loading a model in this process. A server has loaded its model already, so --url refuses them."""
+"""Flags that apply to a model in this process. A server has loaded its model already, so --url refuses them."""
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def conversation(flags: Any, say: Callable[[str], Any]):
         say: prints a remark.
 
     Raises:
-        ValueError: a flag in HERE was given, or the server cannot be reached.
+        ValueError: a flag in HERE was given, or the server cannot be reached or refuses the API key.
     """
     from tessera.core.extras import require
 
@@ -30,7 +30,9 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     for name in HERE:
         if getattr(flags, name) != usual[name]:
             flag = f"--{name.replace('_', '-')} {getattr(flags, name)}"
-            raise ValueError(f"{flag} is not for --url, because the server has loaded its model already: drop it")
+            raise ValueError(
+                f"{flag} cannot be used with --url, because the server has already loaded its model: leave out {flag}"
+            )
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
@@ -42,10 +44,10 @@ def conversation(flags: Any, say: Callable[[str], Any]):
 
 
 def first_key(path: Path | None) -> str | None:
-    """Return the first line of a file of API keys; None without a file."""
+    """Return the first line of a file of API keys; None if `path` is None."""
     if path is None:
         return None
     key = path.read_text(encoding="utf-8").split("\n")[0].strip()
     if not key:
-        raise ValueError(f"{path} holds no key in its first line: write one there")
+        raise ValueError(f"the first line of {path} is empty: write the API key there")
     return key

@@ -1,4 +1,4 @@
-"""The flags of `tessera serve`. Heavy modules are imported only when it runs."""
+"""The `tessera serve` command and its flags. Heavy modules are imported only when the command runs."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ BOUNDS = (
     ("replicas", 1, 1024),
     ("spill_gb", 0.001, 1e6),
 )
-"""Flags, each with its smallest and largest value."""
+"""Flags, each with its minimum and maximum."""
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -35,7 +35,7 @@ class Serve:
     model: Annotated[Omittable[str], flags.MODEL] = None
     """The model, given as a flag."""
     plan: Omittable[Path] = None
-    """Kascade plan; if not given, the plan stored with the model, if any."""
+    """Kascade plan; if not given, the plan next to the model or the one shipped for it, if any."""
     attention: Omittable[Literal["dense", "kascade"]] = None
     """Attention policy; if not given, kascade if there is a plan, else dense."""
     host: str = "127.0.0.1"
@@ -50,32 +50,33 @@ class Serve:
     """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
     as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
-    """Requests that are answered at the same time."""
+    """Maximum number of requests that are answered at the same time."""
     pages: Omittable[int] = None
     """Pages of keys and values to allocate; if not given, twice what --slots requests of --context tokens need, but at
     most a quarter of the free memory on a CPU, and 80 % of it on other devices."""
     pin: Omittable[tuple[Path, ...]] = None
-    """Files whose keys stay in the prefix cache: texts, or JSON files with the "messages" that chats begin with."""
+    """Files of prefixes whose keys and values stay in the prefix cache: text files, or .json files with the "messages"
+    that chats begin with."""
     spill: Omittable[Path] = None
     """Folder to which the prefix cache moves pages that memory has no room for; they survive a restart."""
     spill_gb: float = 8.0
     """Maximum size of the --spill folder, in GB."""
     exact: bool = False
-    """Give a request the same answer, bit for bit, alone and together with others: run one program each for prefill and
-    decode."""
+    """Give a request the same answer, bit for bit, whether it runs alone or together with others: use one program for
+    every prefill and one for every decode step."""
     queue: int = 64
-    """Requests that may be open beyond --slots; more are refused with status 429."""
+    """Maximum number of requests that wait while all --slots are busy; further requests are refused with status 429."""
     dtype: flags.Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
     cache: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'."""
     weights: Omittable[flags.Weights] = None
-    """Hold the matrices in fewer bits; see `tessera generate --help`."""
+    """Store the weight matrices in fewer bits; see `tessera generate --help`."""
     mesh: Omittable[str] = None
     """Devices that share the model; see `tessera generate --help`."""
     replicas: Omittable[int] = None
-    """Processes that each load the model and answer requests, behind one address; needs Ray, and a cluster for several
-    machines (docs/serving.md)."""
+    """Number of processes that each load the model and answer requests, all at one address. Needs Ray and, on several
+    machines, a Ray cluster (docs/serving.md)."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -140,14 +141,14 @@ class Serve:
         if self.api_key_file is None:
             if self.host not in LOCAL:
                 raise ValueError(
-                    f"--host {self.host} is reached by other machines, and anyone there could use the model: "
+                    f"--host {self.host} lets other machines connect, so anyone there could use the model: "
                     f"add --api-key-file FILE, or listen on 127.0.0.1"
                 )
             return ()
         try:
             text = self.api_key_file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.api_key_file} is not a text in UTF-8: save it as one, a key per line") from error
+            raise ValueError(f"{self.api_key_file} is not UTF-8 text: save it as UTF-8, one key per line") from error
         keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
         if not keys:
             raise ValueError(f"{self.api_key_file} holds no key: write one per line")

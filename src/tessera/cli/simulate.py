@@ -1,4 +1,4 @@
-"""The flags of `tessera simulate`. Heavy modules are imported only when it runs."""
+"""The `tessera simulate` command and its flags. Heavy modules are imported only when the command runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ class Simulate:
     times. Needs no chip."""
 
     machine: Several[Literal["v6e-8", "h200-8"]] = ()
-    """Machines: two replicas of four v6e, four replicas of two H200; both if not given."""
+    """Machines to simulate: v6e-8 runs two replicas on four v6e each, h200-8 four replicas on two H200 each; both
+    machines if not given."""
     day_hours: float = 24.0
     """Hours of the simulated day; 0 leaves the day out. A shorter day has the same request rates for a shorter time."""
     minutes: float = 20.0

@@ -1,4 +1,5 @@
-"""Lines that `generate` prints after its answers: their cost and, with --stats, shares of the device's peak rates."""
+"""Lines that `tessera generate` prints after its answers: what each answer cost and, with --stats, which shares of the
+device's peak rates it reached."""
 
 import jax
 
@@ -8,7 +9,7 @@ from tessera.workbench.measure import ceilings
 
 
 def usage_lines(model, results) -> list[str]:
-    """Return a line per answer with its cost and the plan's promise; no lines without a plan."""
+    """Return a line per answer with its cost and the plan's promise; no lines if there is no promise."""
     note = promise_note(model.plan)
     return [f"({result.usage()}; {note})" for result in results if note]
 
@@ -34,6 +35,6 @@ def stats_lines(model, results) -> list[str]:
 
 
 def local_cpu():
-    """Return this process's only CPU device, or None."""
+    """Return the CPU if it is this process's only device, else None."""
     devices = jax.devices()
     return devices[0] if len(devices) == 1 and devices[0].platform == "cpu" else None

@@ -33,19 +33,19 @@ class TpuSweep:
     list: bool = False
     """Print the cases that are left and exit."""
     report: bool = False
-    """Append one record to evidence/ with the results of the newest commit in the file."""
+    """Append one record to evidence/ with the results of the newest commit in --out."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the cases that have no result of this commit yet; return 1 if one fails."""
+        """Compile the cases that have no result from this commit yet; return 1 if one fails."""
         return _module("sweep").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuFigures:
-    """Predict the times of the TPU kernels, to compare with their performance targets, and of Tokamax's kernel at its
-    best block sizes."""
+    """Predict the times of the TPU kernels, for comparison with the performance targets, and the times of Tokamax's
+    kernel at its best block sizes."""
 
     chip: Chips = ()
     """Chips to compile for; all if not given."""
@@ -69,7 +69,7 @@ class TpuFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuBlocks:
-    """Search block sizes of the TPU kernels by predicted time."""
+    """Search for the block sizes that give the TPU kernels the shortest predicted times."""
 
     chip: Chips = ()
     """Chips to compile for; all if not given."""
@@ -97,7 +97,8 @@ class TpuBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuValidation:
-    """Predict Tokamax's TPU kernel at its shipped block sizes and compare with its measured times."""
+    """Predict the times of Tokamax's TPU kernel at its shipped block sizes, and compare them with Tokamax's measured
+    times."""
 
     chip: Literal["v5p", "v6e", "v7x"] = "v6e"
     """The chip to compile for."""
@@ -110,7 +111,7 @@ class TpuValidation:
     most: Omittable[int] = None
     """Compile at most this many cases."""
     source: str = "the wheel that peers/requirements-tpu.txt names"
-    """Origin of the timings, which the records state."""
+    """Where the timings come from, in words; the records quote this text."""
     evidence: Path = Path("evidence/tpu-prediction.jsonl")
     """File to append the records to."""
     picture: Path = Path("docs/tpu-prediction.svg")
@@ -121,7 +122,7 @@ class TpuValidation:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile and store schedules, or, with --report, compare; return 1 if the chip has no timings."""
+        """Compile and store schedules, or, with --report, compare the times; return 1 if the chip has no timings."""
         return _module("validation").study(self)
 
 
@@ -147,18 +148,18 @@ class GpuGates:
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
     also: Several[str] = ()
-    """Earlier commits whose results also count, because no compiled code has changed since them."""
+    """Earlier commits whose results also count, because no compiled code has changed since then."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the cases that have no result of this commit yet; return 1 if one fails a check."""
+        """Compile the cases that have no result from this commit yet; return 1 if one fails a check."""
         return _module("gpu_gates").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Compute the roofline bound of each performance target of the Hopper kernels on an H200."""
+    """Compute the roofline bound of every call for which the Hopper kernels have a performance target, on an H200."""
 
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
@@ -174,8 +175,8 @@ class GpuFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Fuzz:
-    """Damage a tiny model's files and open each one. It must load with valid values or fail with a one-sentence
-    error."""
+    """Damage a tiny model's files and open each damaged file, which must load with valid values or fail with a
+    one-sentence error."""
 
     mutations: int = 10_000
     """Number of damaged files."""
@@ -184,7 +185,7 @@ class Fuzz:
     file: Several[str] = ()
     """Names of the files to damage, such as config.json, plan.json or model.gguf; all if not given."""
     case: Omittable[int] = None
-    """Open only the case of this number; print the damage and the result."""
+    """Open only the damaged file with this number; print the damage and the result."""
     out: Path = Path("build/fuzz.jsonl")
     """File that stores finished blocks of cases, for resuming."""
     limit_s: float = 5.0
@@ -230,7 +231,7 @@ class Fusions:
     list: bool = False
     """Print the parts that are left and exit."""
     report: bool = False
-    """Append a record per part, form and chip to evidence/."""
+    """Append a record to evidence/ for each combination of part, way to compute it, and chip."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -250,11 +251,11 @@ class Serving:
     seeds: int = 3
     """Number of runs of each case that measures times."""
     share: float = 1.0
-    """Share of the requests to send. A share below 1 is for a quick look: its figures are not those of a full run."""
+    """Share of the requests to send. A share below 1 is for a quick look: the figures differ from a full run's."""
     out: Path = Path("build/serving.jsonl")
     """File that stores finished runs, for resuming."""
     resume: bool = False
-    """Keep the runs that the file holds, and measure only the others."""
+    """Keep the runs that are in --out already, and measure only the others."""
     report: bool = False
     """Append a record per case to evidence/."""
     debug: bool = False
@@ -277,12 +278,15 @@ class Memory:
     list: bool = False
     """Print the steps that are left and exit."""
     report: bool = False
-    """Append a record per step, form and device to evidence/."""
+    """Append a record to evidence/ for each combination of step, variant and device."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile and time the missing steps, or append the records; return 1 if a step does not compile."""
+        """Compile and time the missing steps, or, with --report, append the records.
+
+        Return 1 if a step does not compile.
+        """
         return _module("memory").study(self)
 
 

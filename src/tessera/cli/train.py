@@ -1,4 +1,4 @@
-"""The `tessera train` command and its flags: recipe or own text, mesh of devices, several processes."""
+"""The `tessera train` command and its flags: a recipe or the user's own text, a mesh of devices, several processes."""
 
 import hashlib
 from dataclasses import asdict, dataclass, replace
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(ProcessFlags):
-    """Train a model by a recipe; a restart resumes from the newest checkpoint."""
+    """Train a model with a recipe; a restart resumes from the newest checkpoint."""
 
     out: Path
     """Folder for checkpoints, the loss curve and the model. Several processes must share it."""
     recipe: Literal["demo", "tiny"] = "demo"
     """Recipe: "demo" trains the shipped model, "tiny" checks in seconds that everything runs."""
     mesh: Omittable[str] = None
-    """Devices that share the work: data=8 (each holds all weights), shard=8 (each holds an eighth of weights, gradients
-    and moments) or data=2,shard=4. If not given, data parallel on all devices."""
+    """Devices that share the work: data=8 (each holds all weights), shard=8 (each holds an eighth of the weights,
+    gradients and optimizer moments), or data=2,shard=4. If not given, data parallel on all devices."""
     accumulate: Omittable[int] = None
     """Number of slices into which each batch is cut; they run one after another to save memory. The recipe's own number
     if not given."""
@@ -47,7 +47,7 @@ class Train(ProcessFlags):
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Train until the recipe ends."""
+        """Train until the recipe ends or --until is reached."""
         from tessera.train.mesh import parse
         from tessera.train.recipes import RECIPES
 

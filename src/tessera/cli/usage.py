@@ -20,7 +20,7 @@ COMMANDS = MappingProxyType(
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
         "perplexity": "eval compares policies, calibrate measures what a plan loses",
-        "quantize": "--weights int8 of `tessera generate` rounds while it loads; no rounded file is written",
+        "quantize": "use `tessera generate --weights int8`, which rounds the weights in memory and writes no file",
         "version": "--version shows it",
     }
 )
@@ -30,7 +30,7 @@ _CONTEXT = "the cache grows with the request, up to the model's context: drop it
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
 _MEMORY = "batch rows and memory are allocated as needed: drop it"
 _KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop it"
-_CACHE = "keys and values have the dtype of the weights, or int8 with --cache int8"
+_CACHE = "keys and values have the dtype of the weights: drop it, or use --cache int8"
 _WEIGHTS = "use --weights, which takes int8, int4, fp8 and gguf"
 _CHAT = "use `tessera chat`"
 _DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
@@ -43,7 +43,7 @@ FLAGS = MappingProxyType(
     {
         **dict.fromkeys(("-c", "--ctx-size", "--max-model-len", "--max-seq-len"), _CONTEXT),
         **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--device", "--device-map"), _DEVICE),
-        **dict.fromkeys(("-t", "--threads"), "JAX takes every core: drop it, or start the command under taskset"),
+        **dict.fromkeys(("-t", "--threads"), "JAX uses every core: drop it, or start the command under taskset"),
         **dict.fromkeys(("-tp", "--tensor-parallel-size"), "use --mesh"),
         **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size", "--gpu-memory-utilization"), _MEMORY),
         **dict.fromkeys(
@@ -58,7 +58,7 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("-p", "--prompt"), "use `tessera generate`, or type it in `tessera chat`"),
         **dict.fromkeys(("-r", "--reverse-prompt"), "use --stop of `tessera generate`"),
         **dict.fromkeys(("-v", "--verbose"), "use --debug, which shows the traceback of an error"),
-        **dict.fromkeys(("-o", "--output", "--output-dir"), "use --out, which commands that write files have"),
+        **dict.fromkeys(("-o", "--output", "--output-dir"), "use --out in commands that write files"),
         "--do-sample": "a --temperature above 0 samples: drop it",
         "--num-beams": "there is no beam search: drop it",
         "--max-length": "use --max-new-tokens, which does not count the prompt",
@@ -75,7 +75,7 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("--chat-template", "--jinja", "--in-prefix", "--in-suffix"), _SPECIAL),
         **dict.fromkeys(("-mli", "--multiline-input"), f"{_CHAT}, where a line that ends with \\ continues"),
         **dict.fromkeys(("-hff", "--hf-file"), "download the file and pass its path to --model"),
-        **dict.fromkeys(("-e", "--escape"), "type the characters themselves (a shell's $'...' has \\n): drop it"),
+        **dict.fromkeys(("-e", "--escape"), "drop it, and type the characters themselves, or use the shell's $'...'"),
         **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "layers are not spread over devices: drop it"),
         **dict.fromkeys(("--keep", "--context-shift"), "the whole conversation stays in the context: drop it"),
         "--ignore-eos": "an answer ends at the model's end token: drop it",
@@ -91,7 +91,7 @@ DTYPES = MappingProxyType(
     | {"bf16": "use bfloat16"}
     | dict.fromkeys(("fp32", "f32", "float"), "use float32")
 )
-"""Other tools' names of dtypes, each with what to use instead."""
+"""Names of dtypes in other tools, each with what to use instead."""
 
 
 def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
@@ -127,7 +127,7 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 def extra_words(words: Sequence[str], prog: str) -> str:
     """Return the error for `words`, the arguments that a command does not take."""
-    return f"{prog} does not take {words[0]!r} there: put quotes around a text that has spaces {_listed(prog)}"
+    return f"{prog} does not take {words[0]!r} there: put quotes around text with spaces {_listed(prog)}"
 
 
 def flags(kind: type) -> list[str]:

@@ -17,19 +17,20 @@ RECORDS = Path("evidence/records.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure Tessera and its peers on a suite of cases and append the records; or compare two files of records."""
+    """Measure Tessera and other libraries on a suite of cases and append records, or compare two files of records."""
 
     suite: Omittable[Literal["cpu", "demo", "smollm2", "smoke"]] = None
-    """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smollm2" compares a real model
-    with llama.cpp and transformers (hours), "smoke" checks in seconds that everything runs."""
+    """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smollm2" compares Tessera with
+    llama.cpp and transformers on a real model (hours), "smoke" checks in seconds that everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Case to run; may be repeated; all cases if not given."""
     resume: bool = False
-    """Skip cases that already have a record of this commit."""
+    """Skip cases that already have a record from this commit."""
     out: Omittable[Path] = None
     """File to append to; evidence/<device>.jsonl if not given."""
     peer_python: Omittable[Path] = None
-    """Interpreter of the environment with torch and transformers; .venv-peers/bin/python (make peers) if not given."""
+    """Interpreter of the environment with torch and transformers; .venv-peers/bin/python, which `make peers` creates,
+    if not given."""
     model: Annotated[Omittable[str], MODEL] = None
     """Folder, hub id or GGUF file of a model. Instead of a suite, time its prefill at several lengths, dense and with
     its plan."""
@@ -38,8 +39,8 @@ class Bench:
     weights: Omittable[Weights] = None
     """With --model: number format of the weight matrices, as for generate."""
     gate: bool = False
-    """Store no records; compare the results with the suite's stored ones for this device. Exit code 1 if a result is
-    worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
+    """Store no records; compare the results with the suite's stored records for this device. Exit code 1 if a result
+    is worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
     compare: Omittable[tuple[Path, Path]] = None
     """Measure nothing; compare the second of two files of records with the first. Exit codes as for --gate."""
     debug: bool = False
@@ -94,8 +95,8 @@ class Verify:
     simulate: bool = False
     """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
-    """Block sizes to verify: "small", the smallest ones, in all calls; "default", the default ones, in long calls only;
-    "all", each in the search space, in long calls only."""
+    """Block sizes to verify: "small" verifies the smallest ones in all calls, "default" the default ones in long calls
+    only, "all" every one of the search space, also in long calls only."""
     random: int = 5
     """Number of random shapes per kernel and dtype; they use the smallest blocks."""
     seed: Omittable[int] = None
@@ -119,14 +120,14 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Search a kernel's block sizes on this device; a restart after Ctrl-C resumes."""
+    """Search for a kernel's best block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
     """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """Role of the kernel to tune."""
     method: Literal["genetic", "tpe"] = "genetic"
-    """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
+    """"genetic" is Tessera's own search, "tpe" is Optuna's TPE sampler (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
     """Number of configurations to try."""
     quick: int = 3
@@ -168,21 +169,22 @@ class Eval:
     plan: Omittable[Path] = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: Several[Path] = ()
-    """Further plans of the model, which the suites real and real-full compare with --plan."""
+    """More plans for the model; the suites real and real-full compare them with --plan."""
     weights: Omittable[Weights] = None
     """Number format of the weight matrices, as for generate; "real-weights" compares all formats instead."""
     suite: Literal["demo", "study", "smoke", "cache", "real", "real-full", "real-weights"] = "demo"
     """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
     "cache" compares an int8 cache with a float one.
-    "real" compares a plan with rivals that read as many keys, in a quarter of an hour; "real-full" does so at every
-    length, in hours. "real-weights" compares the formats of --weights with float weights, dense and under the plan."""
+    "real" takes a quarter of an hour and compares a plan with rivals that read as many keys; "real-full" takes hours
+    and does so at every length. "real-weights" compares the formats of --weights with float weights, both with dense
+    attention and with the plan."""
     text: Omittable[Path] = None
-    """Text file or folder of text files, in which tasks are hidden and on which fidelity is measured; held-out library
-    text if not given."""
+    """Text file, or folder of text files, in which tasks are hidden and on which fidelity is measured; if not given,
+    held-out sources of Python's standard library."""
     out: Omittable[Path] = None
     """File to append to; evidence/eval-<device>.jsonl (real suites: real-<device>.jsonl) if not given."""
     resume: bool = False
-    """Skip cases that already have a record of this commit."""
+    """Skip cases that already have a record from this commit."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -199,9 +201,9 @@ class Eval:
         words += [f" --rival {' '.join(path.name for path in self.rival)}"] if self.rival else []
         asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
         if self.rival and self.suite not in ("real", "real-full"):
-            raise ValueError("--rival is for --suite real and real-full: drop it, or choose one of them")
+            raise ValueError("--rival is for --suite real and real-full only: choose one of these, or drop --rival")
         if self.weights is not None and self.suite in ("study", "smoke", "real-weights"):
-            raise ValueError(f"--weights {self.weights} is not for --suite {self.suite}: drop it")
+            raise ValueError(f"--weights {self.weights} cannot be used with --suite {self.suite}: drop --weights")
         if self.suite == "cache":
             return self.run_cache(**asked)
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
@@ -221,7 +223,7 @@ class Eval:
             raise ValueError("--rival needs a plan to compare with: pass --plan too")
         if path is None:
             name = plan_path(model.source).name
-            print(f"found no plan {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
+            print(f"found no plan {name}: rivals read a quarter of the keys, and no plan is judged", file=sys.stderr)
             return real.run(model, None, **asked)
         plan, *others = (model.with_attention("kascade", one).plan for one in (path, *self.rival))
         names = [one.name.removesuffix(".json").removesuffix(".plan") for one in self.rival]
@@ -234,7 +236,7 @@ class Eval:
         from tessera.workbench.eval import cached
 
         if self.resume:
-            raise ValueError("--resume is not for --suite cache, which is short: drop it")
+            raise ValueError("--resume cannot be used with --suite cache, which is short: drop --resume")
         shipped = self.model is None
         model = load(DEMO_MODEL if shipped else self.model)
         path = self.plan or locate_plan(model.source)
@@ -272,12 +274,12 @@ def make_study_plan(make_plan, model, choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Render the stored records: one self-contained HTML page, or the tables of README.md and docs/."""
+    """Render the stored records as one self-contained HTML page, or as the tables of README.md and docs/."""
 
     evidence: Path = Path("evidence")
     """Folder of records."""
     out: Path = Path("build/report.html")
-    """Page to write."""
+    """File to write the HTML page to."""
     tables: bool = False
     """Instead of the page, rewrite the tables of README.md and docs/ in the working folder."""
     check: bool = False
