@@ -330,6 +330,22 @@ def test_a_rolling_restart_replaces_each_replica_and_fails_nothing(front):
 # --- the process
 
 
+def test_replicas_without_chips_take_turns_on_the_machines_that_run():
+    nodes = [{"NodeID": name, "Alive": name != "b"} for name in "cab"]
+    assert [cluster.node_of(index, nodes) for index in range(4)] == ["a", "c", "a", "c"]
+    assert cluster.node_of(0, [{"NodeID": "b", "Alive": False}]) is None
+
+
+def test_a_cluster_without_a_token_is_refused(folder, tmp_path):
+    """A cluster that `ray start` makes has none by default, and then runs code for everyone who can reach it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--replicas", "2"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (found.returncode, "no token" in found.stderr) == (2, True), found.stderr
+    assert "ray get-auth-token" in found.stderr
+
+
 def test_replicas_without_ray_are_refused_by_name(folder, monkeypatch, capsys):
     from tessera.cli.main import main
     from tessera.core import extras

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"
 """Environment variable that names a cluster, as for all of Ray's programs."""
+TOKEN_MODE = "RAY_AUTH_MODE"
+"""Environment variable with "token" or "disabled": whether Ray's processes accept only peers that know its token."""
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine: its minimum is 75 MiB, and replicas put nothing there."""
@@ -75,18 +77,22 @@ class Cluster:
     """
 
     def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
+        self._host = join()
         import ray  # not at the top: Ray is optional, and takes half a second
 
         self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
-        self._host = join()
-        self._options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **places(ray.nodes(), count, chips)}
+        self._chips = places(ray.nodes(), count, chips)
         self._actors: dict[int, Any] = {}
 
     async def start(self, index: int) -> str:
         """Start replica `index`, load its model and return its server's URL."""
         from ray.exceptions import RayActorError, RayTaskError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._actors[index] = actor = self._ray.remote(Actor).options(**self._options).remote()
+        node = None if self._chips else node_of(index, self._ray.nodes())
+        strategy = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
+        options = {"num_cpus": 0, "scheduling_strategy": strategy, **self._chips}
+        self._actors[index] = actor = self._ray.remote(Actor).options(**options).remote()
         try:
             return await actor.start.remote(self._build, self.keys, self.key, self._host)
         except RayActorError as error:
@@ -117,9 +123,12 @@ def join() -> str:
         the address at which replicas listen; "" if each listens at the address of its own machine.
 
     Raises:
-        OSError: there is no cluster at this address.
+        OSError: there is no cluster at this address, or it has no token.
     """
+    # Ray requires its token by default only on one machine. A cluster without one runs code for all who reach it.
+    os.environ.setdefault(TOKEN_MODE, "token")
     import ray
+    from ray.exceptions import AuthenticationError
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -131,6 +140,12 @@ def join() -> str:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
         raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: start it with ray start") from error
+    except AuthenticationError as error:
+        raise OSError(
+            f"this machine has no token for the cluster at {ADDRESS}={os.environ[ADDRESS]}, or another one: run "
+            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to all and start Ray again; "
+            f"{TOKEN_MODE}=disabled joins a cluster that runs code for everyone who can reach it"
+        ) from error
     return ""
 
 
@@ -157,6 +172,15 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
             f"{kind}s, enough for {room} replicas: name fewer --replicas, or a smaller --mesh"
         )
     return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
+
+
+def node_of(index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the id of the machine for replica `index`, in turn over those that run; None if none runs.
+
+    Ray's strategy SPREAD only counts resources, and replicas without chips take none: it put all on one machine.
+    """
+    present = sorted(node["NodeID"] for node in nodes if node["Alive"])
+    return present[index % len(present)] if present else None
 
 
 def run(
