@@ -215,7 +215,9 @@ def _tokenizer(site: Site):
 def _check_length(site: Site, text: str, param: str) -> None:
     """Refuse a text that cannot fit in the context; encoding it would take seconds while other requests wait."""
     if len(text) > (limit := site.context * CHARACTERS):
-        raise Refusal(400, f"{param} has {len(text):,} characters, over {limit:,}: shorten it", param=param)
+        raise Refusal(
+            400, f"{param} has {len(text):,} characters, but may have at most {limit:,}: shorten it", param=param
+        )
 
 
 def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:

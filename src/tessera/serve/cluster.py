@@ -47,7 +47,7 @@ class Actor:
             build: function that takes the API keys, loads the model and starts the engine's thread.
             keys: API keys of clients, one per tenant.
             own: API key that the front uses.
-            host: address to listen on, at a free port; "" is this machine's address in the cluster.
+            host: address to listen on, with a free port; "" means this machine's address in the cluster.
 
         Raises:
             ValueError, MemoryError, OSError: the model cannot be served.
@@ -141,7 +141,7 @@ def join() -> str:
 
 
 def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
-    """Return the Ray options that give a replica its chips: {} if no machine has an accelerator.
+    """Return the Ray options that give a replica its chips; {} if no machine has an accelerator.
 
     Args:
         nodes: the machines, as `ray.nodes` lists them.

@@ -45,8 +45,8 @@ class Front:
 
     Args:
         app: application that gets the accepted requests.
-        keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin must name
-            this machine.
+        keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
+            must name this machine.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
@@ -110,8 +110,8 @@ class Front:
 def _check_local(headers: dict[bytes, bytes]) -> None:
     """Refuse a request that another site's web page sends from a browser on this machine.
 
-    Otherwise such a page could send requests to this server. It could also read the answers once its domain name
-    resolves to this machine (DNS rebinding). Only browsers send the header Origin.
+    Otherwise the page could send requests to this server and, once the page's domain name resolves to this machine (DNS
+    rebinding), read the answers. Only browsers send the header Origin.
     """
     for name in (b"host", b"origin"):
         if (given := headers.get(name)) and not LOCAL.fullmatch(given.strip()):
@@ -151,7 +151,7 @@ async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[
 async def _refuse(send: Send, receive: Receive, refusal: Refusal) -> None:
     """Send the refusal, and keep reading for a short time before the connection closes.
 
-    If the server closed the connection while the client was still sending, TCP would reset it and the client would lose
+    If the server closed the connection while the client was still sending, the client would get a TCP reset and lose
     the response.
     """
     body = json.dumps(refusal.body()).encode()

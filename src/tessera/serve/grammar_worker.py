@@ -20,7 +20,8 @@ import llguidance
 MEMORY_BYTES = 2 << 30
 """Maximum bytes of this process's address space."""
 STACK_BYTES = 1 << 20
-"""Stack size of the compiling thread, an eighth of the server's: if a schema compiles here, it cannot overflow there."""
+"""Stack size of the compiling thread: an eighth of the server's. A schema that compiles here cannot overflow the
+server's stack."""
 
 
 def main() -> int:

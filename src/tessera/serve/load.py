@@ -39,7 +39,7 @@ class Load:
         clients: maximum number of open requests; None sets no limit. With a limit and rate inf, each new request waits
             until an earlier one has ended (closed loop).
         prompt_tokens: tokens per prompt.
-        shared_tokens: number of tokens at the start of the prompts that all prompts share.
+        shared_tokens: number of leading tokens that all prompts share.
         new_tokens: tokens per answer.
         seed: seed of arrival times and prompts.
         limit_s: seconds without a byte from the server after which a request counts as failed.
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(eq=False)
 class Outcome:
-    """Result of one request: its text, the seconds after which each piece of text came, and the usage; or its error."""
+    """Result of one request: text, seconds from sending the request to each piece of text, usage, and any error."""
 
     text: str = ""
     pieces_s: list[float] = field(default_factory=list)

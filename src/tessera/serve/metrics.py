@@ -27,7 +27,7 @@ class Metrics:
         self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
         self._ended = Counter("vllm:request_success", "Complete requests.", ["finished_reason"], **with_registry)
         self._failed = Counter("tessera:requests_failed", "Requests that failed.", **with_registry)
-        self._cancelled = Counter("tessera:requests_cancelled", "Requests cancelled before their end.", **with_registry)
+        self._cancelled = Counter("tessera:requests_cancelled", "Requests cancelled before completion.", **with_registry)
         self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
         self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
         self._usage = Gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.", **with_registry)
@@ -64,7 +64,7 @@ class Metrics:
     def scheduler(self, find: Callable[[], Scheduler | None]) -> None:
         """Report the scheduler's step costs and step limit.
 
-        `find` is called whenever the metrics are read. It returns the scheduler; None reports 0.
+        `find` is called whenever the metrics are read. It returns the scheduler; if it returns None, the metrics are 0.
         """
 
         def value(name: str) -> float:
@@ -76,7 +76,7 @@ class Metrics:
         self._limit.set_function(lambda: 0.0 if (found := find()) is None else found.step_s)
 
     def token(self, *, first: bool, seconds: float) -> None:
-        """Count one new token, which came `seconds` after the request (`first`) or after the token before it."""
+        """Count one new token, which came `seconds` after the request if `first`, else after the token before it."""
         self._new.inc()
         (self._first if first else self._next).observe(seconds)
 

@@ -29,7 +29,7 @@ MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
 """Maximum number of commas, and of colons, in a request's body, including those inside strings. Parsing takes about
 1 us per value and 10 us per object, and holds the GIL: all other requests wait."""
 MAX_ERRORS = 1000
-"""Maximum number of validation errors that `parse` reads to choose one to report. Reading a million takes seconds."""
+"""Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
 """Maximum new tokens of a chat completion if neither the request nor the model's generation_config.json sets a limit.
 A low limit keeps short chats dense: a request runs sparse if its prompt and its maximum new tokens together exceed the
@@ -170,7 +170,7 @@ class CompletionBody(SamplingFields):
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer starts with the prompt; with `logprobs`, the prompt's token probabilities come too."""
+        """Whether the answer starts with the prompt and, with `logprobs`, with the prompt's token probabilities."""
         if self.echo and self.stream:
             raise Refusal(400, "echo=true: a stream cannot repeat the prompt; set stream=false", param="echo")
         return bool(self.echo)
@@ -245,7 +245,7 @@ class Message(Schema):
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
         if self.content is None and not self.tool_calls:
-            raise Refusal(400, f"a message of role {self.role} has no content: set content to a text", param="messages")
+            raise Refusal(400, f"a message of role {self.role} has no content: add some text", param="messages")
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
@@ -330,8 +330,8 @@ class DetokenizeBody(Schema):
 class Refusal(Exception):
     """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
 
-    `param` is the name of the wrong field in the body. The client may try again after `retry_s` seconds, which the
-    header Retry-After tells it.
+    `param` is the name of the wrong field in the body. `retry_s` becomes the header Retry-After: the seconds after
+    which the client may try again.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):

@@ -28,7 +28,7 @@ OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-lengt
 BUSY = (429, 503)
 """Statuses with which a replica declines a request; another replica may have room."""
 MAX_LOST = 2
-"""Number of lost replicas after which a request fails: it may be the cause of their crashes, and must not crash all."""
+"""Number of lost replicas after which a request fails: the request may have crashed them, and must not crash others."""
 
 
 class Relay:
@@ -118,7 +118,7 @@ class Relay:
         return response
 
     async def _key(self, scope: Message, body: bytes) -> bytes | None:
-        """Return the request's routing key, None if any replica may answer; raise Refusal if the body is wrong."""
+        """Return the request's routing key, or None if any replica may answer; raise Refusal if the body is wrong."""
         schema = PROMPTS.get(scope["path"])
         if schema is None or scope["method"] != "POST":
             return None

@@ -24,7 +24,8 @@ HEALTH_S = 1.0
 ANSWER_S = 10.0
 """Maximum seconds of a health check. This is generous, because all cores of the replica's machine may be busy."""
 MISSES = 3
-"""A replica is lost after this number of failed health checks in a row, or at once if a connection to it fails."""
+"""Number of failed health checks in a row after which a replica is lost. It is lost at once if the connection fails or
+the answer has status 500."""
 PAUSES_S = (1.0, 60.0)
 """Minimum and maximum seconds until a lost replica is restarted; each failure doubles the pause."""
 
@@ -158,7 +159,7 @@ class Replicas:
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.all]
 
     async def end(self) -> None:
-        """Stop watching the replicas; if a replica's first start failed, raise its error."""
+        """Stop watching the replicas; if a replica's first start failed, raise that error."""
         for task in self._tasks:
             task.cancel()
         found = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -228,7 +229,7 @@ class Replicas:
             await asyncio.sleep(HEALTH_S / 5)
 
     async def _retired(self, replica: Replica) -> None:
-        """Watch a replica until it is asked to retire; then wait until its open requests have ended, at most `DRAIN_S`.
+        """Watch a replica until it is asked to retire; then wait for its open requests, at most `DRAIN_S` seconds.
 
         Raises:
             Lost: the replica ended or stopped answering before it was asked to retire.

@@ -1,4 +1,4 @@
-"""Choose a replica for each request: prompts with the same first page go to the same replica, whose cache holds it.
+"""Choose a replica for each request: prompts with the same first page go to the replica whose cache holds that page.
 
     key       = blake2b(tenant | tokens of the first page)
     preferred = the replica with the largest blake2b(key | number of the replica)
@@ -22,7 +22,7 @@ from tessera.serve.protocol import ChatBody, CompletionBody
 
 PAGE = 64
 """Number of tokens in the routing key: the smallest page of any platform. Prompts that share a page thus have equal
-keys."""
+routing keys."""
 CHARACTERS = 2048
 """Maximum characters of a prompt, or of all messages together, to encode for the routing key. The first 64 tokens are
 seldom longer, and encoding a book would take seconds while other requests wait."""
@@ -39,7 +39,7 @@ def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, ten
     """Return the routing key of a request; None if its first prompt is shorter than a page, or cannot be encoded.
 
     Tenants share no pages, so equal prompts of two tenants have different keys. The key decides only where a request
-    runs. It therefore ignores tools, and text beyond `CHARACTERS`.
+    runs. It therefore ignores tools, and all but the first `CHARACTERS` characters.
     """
     try:
         tokens = _tokens(body, tokenizer)

@@ -74,7 +74,7 @@ class Deadlines(H11Protocol):
             super().data_received(data[start : start + PIECE])
 
     def handle_events(self) -> None:
-        """Process the received bytes; cancel the deadline for headers if they are complete."""
+        """Process the received bytes; cancel the deadline for headers once the headers are complete."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()

@@ -80,7 +80,7 @@ class Service:
     def start(self, warm: Callable[[Engine], None], prepare: Callable[[Engine], None] = lambda engine: None) -> None:
         """Start the thread, which calls `warm` and then `prepare` on the engine, and sets `ready`.
 
-        An engine that replaces a failed one is only prepared.
+        For an engine that replaces a failed one, the thread calls only `prepare`.
         """
         self._warm, self._prepare = warm, prepare
         self._thread.start()
@@ -99,8 +99,8 @@ class Service:
         """Queue each request with its callback for events; queue all of them or none.
 
         Raises:
-            Refusal: 503 while the service warms up or shuts down, 429 if it is full, and 400 if these are more requests
-                than it can ever hold.
+            Refusal: 503 while the service warms up or shuts down, 429 if it is full, and 400 if there are more requests
+                than it ever accepts at once.
         """
         with self._changed:
             if self.draining or not self.alive:
@@ -114,7 +114,7 @@ class Service:
                 )
             kept = len(requests) + self._held_by(requests[0][0].tenant) if self.shared else 0  # for other tenants
             if self.open + len(requests) + kept > self.room:
-                room = ", and keeps the rest for other API keys" if self.shared else ""
+                room = " and the rest is kept for other API keys" if self.shared else ""
                 raise Refusal(
                     429, f"{self.open} of at most {self.room} requests are open{room}: try again later", retry_s=RETRY_S
                 )
@@ -128,7 +128,7 @@ class Service:
         return sum(job.request.tenant == tenant for job in (*self._new, *list(self._jobs.values())))
 
     def policy_of(self, request: Request) -> str:
-        """Return the name of the attention policy for the last token of an answer of `max_new_tokens` tokens."""
+        """Return the name of the attention policy for the last token of the longest answer that the request allows."""
         return self._engine.policy_of(len(request.prompt) + request.max_new_tokens - 1).name
 
     def cancel(self, job: Job) -> None:

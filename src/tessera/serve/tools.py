@@ -60,7 +60,9 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[st
 
 
 class Speech:
-    """Splitter of a growing chat answer. Text is returned once it cannot be part of a tool call; calls, at the end.
+    """Splitter of a growing chat answer into text and tool calls.
+
+    It returns text as soon as the text cannot be part of a call, and the calls at the end.
 
     Args:
         offered: whether the request offers tools; without tools, everything is text.
@@ -82,7 +84,7 @@ class Speech:
         return shown
 
     def finish(self, whole: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, which `push` has not returned yet, and the calls.
+        """Return the text that `push` has not returned yet, and the calls.
 
         If the request offers no tools, return all of `whole`, the complete answer, and no calls.
         """
@@ -121,7 +123,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 def safe_end(text: str) -> int:
     """Return how many characters at the start of a growing answer cannot be part of a tool call.
 
-    These characters end before the first <tool_call>, or before a part of <tool_call> at the end of the text.
+    These characters end before the first <tool_call>, or before an incomplete <tool_call> at the end of the text.
     """
     at = text.find(OPEN)
     if at >= 0:

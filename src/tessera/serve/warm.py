@@ -69,7 +69,7 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
 
 
 def paging_for(model: Model, *, slots: int, context: int, pages: int | None = None, exact: bool = False) -> Paging:
-    """Return the sizes of the engine's pool of pages and of its programs.
+    """Return the sizes of the engine's pages, page pool and programs.
 
     Args:
         model: the model to serve.
