@@ -27,7 +27,7 @@ class Metrics:
         self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
         self._ended = Counter("vllm:request_success", "Complete requests.", ["finished_reason"], **with_registry)
         self._failed = Counter("tessera:requests_failed", "Requests that failed.", **with_registry)
-        self._cancelled = Counter("tessera:requests_cancelled", "Requests cancelled before completion.", **with_registry)
+        self._cancelled = Counter("tessera:requests_cancelled", "Cancelled requests.", **with_registry)
         self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
         self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
         self._usage = Gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.", **with_registry)
