@@ -1,9 +1,10 @@
-"""Compile for NVIDIA GPUs that this machine lacks, with the real compiler, to machine code in a separate process.
+"""Compile to machine code for NVIDIA GPUs that this machine lacks, with the real compiler, in a separate process.
 
 `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
-with ptxas, under a time limit, and reads the compiler's report on every kernel; `Compiler` does so for one program
-after another. Both need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm), but no driver and no GPU. A
-compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out.
+with ptxas, under a time limit, and reads the compiler's report on every kernel. `Compiler` does the same for one
+program after another. `compile_for` and `Compiler` need the extra "deviceless" (jax's CUDA plug-in, ptxas and
+nvdisasm), but no driver and no GPU. A compiler error is not raised: `Compiled.error` holds the failure, its meaning and
+the way out.
 """
 
 import re
@@ -101,9 +102,9 @@ class Compiler(Process):
 
     Args:
         chip: "h200".
-        python: interpreter to compile in; this one if not given.
-        paths: folders added to the process's import path.
-        niceness: added to this process's own.
+        python: interpreter that compiles; None is the interpreter of this process.
+        paths: folders to add to the import path of the compiling process.
+        niceness: added to this process's niceness for the compiling process.
 
     Raises:
         ValueError: the chip is unknown.
@@ -134,7 +135,7 @@ class Compiler(Process):
 
 
 def environment(paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment; jax on CPU keeps the CUDA plug-in from looking for a driver."""
+    """Build the compiling process's environment; jax on CPU keeps the CUDA plug-in from looking for a driver."""
     source = str(Path(__file__).parents[3])  # the worker runs as a file and imports this package
     found = compiler.environment([*paths, source])
     return {name: value for name, value in found.items() if not name.startswith("MOSAIC_GPU_DUMP")}

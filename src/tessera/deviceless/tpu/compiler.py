@@ -1,7 +1,7 @@
 """Compile for TPUs that this machine lacks, with the real compiler, in a separate process and under a time limit.
 
-A compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs jax and
-libtpu (the extra "deviceless") in this interpreter, or in the one that the call names, but no chip.
+A compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out. The interpreter that
+compiles (this process's, unless the call names another) needs jax and libtpu (the extra "deviceless"), but no chip.
 """
 
 import re
@@ -102,16 +102,17 @@ def compile_for(
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         program: from `attention_program` or `factory_program`.
-        topology: the chip's smallest if not given.
+        topology: the topology to compile for; None is the chip's smallest.
         devices: number of the topology's devices to pass to a factory that takes `devices`.
         limit_s: seconds before the process is killed; the error's kind is then "time".
-        python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
-        paths: folders added to the child's import path.
-        niceness: added to this process's own.
+        python: interpreter that compiles; None is the interpreter of this process. It needs jax and libtpu, and tessera
+            only for a program that imports tessera.
+        paths: folders to add to the import path of the compiling process.
+        niceness: added to this process's niceness for the compiling process.
         with_fusions: also read the schedules of XLA's operations, which are most of the dump.
 
     Raises:
-        ValueError: the chip is unknown, or the child could not start the compiler at all.
+        ValueError: the chip is unknown, or the compiling process cannot start.
     """
     request = {**program, "platform": "tpu", "topology": topology or topology_of(chip), "devices": devices}
     with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
@@ -131,10 +132,12 @@ def compile_for(
 
 
 class Compiler(Process):
-    """A process that compiles one program after another, for any of the chips; a timeout kills it.
+    """A process that compiles one program after another, for any TPU.
+
+    A timeout kills the process, and the next program restarts it.
 
     Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
-    compiler writes those to one folder per process, and writing them takes a third of the time to compile.
+    compiler writes all schedules of a process to one folder, and the dump takes a third of the time to compile.
     """
 
     def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
@@ -158,7 +161,7 @@ def topology_of(chip: str) -> str:
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment: libtpu does not look for a chip, and writes schedules to `folder` if given."""
+    """Build the compiling process's environment: libtpu looks for no chip and writes schedules to `folder`, if given."""
     return compiler.environment(paths) | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
