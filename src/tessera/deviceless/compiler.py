@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("worker.py")
 INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
 
 LONGEST_TEXT = 500
-"""Maximum characters to keep of a compiler's message. After its first sentences, a long one lists every allocation."""
+"""Maximum characters to keep of a compiler's message. The rest of a long message usually lists allocations."""
 
 
 def attention_program(

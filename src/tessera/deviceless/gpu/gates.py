@@ -35,7 +35,7 @@ def broken(report: sass.Report) -> list[str]:
 
 
 def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """List the gates that an attention call breaks: the gates of each kernel, and the gates for all kernels together."""
+    """List the gates that the kernels of one attention call break, alone or together."""
     found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
 
     def has(*names: str) -> bool:

@@ -223,9 +223,9 @@ def ceilings(chip: str, dtype: str) -> Ceilings:
 
 
 def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
-    """Return (least seconds, name of the resource that sets them) of a call.
+    """Return (least seconds, name of the limiting resource) of a call.
 
-    A score costs 4 x `head_dim` flops and one exponential.
+    Each score costs 4 x `head_dim` flops and one exponential.
     """
     bounds = {
         "tensor cores": flops / on.flops_per_s,

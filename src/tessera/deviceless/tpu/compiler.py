@@ -137,7 +137,7 @@ class Compiler(Process):
     A timeout kills the process, and the next program restarts it.
 
     Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
-    compiler writes all schedules of a process to one folder, and the dump takes a third of the time to compile.
+    compiler writes all schedules of a process to one folder, and writing them takes a third of the compile time.
     """
 
     def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
@@ -161,7 +161,10 @@ def topology_of(chip: str) -> str:
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the compiling process's environment: libtpu looks for no chip and writes schedules to `folder`, if given."""
+    """Build the compiling process's environment, in which libtpu looks for no chip.
+
+    If `folder` is given, libtpu writes schedules to it.
+    """
     return compiler.environment(paths) | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",

@@ -43,7 +43,7 @@ class Fusion:
 
 
 def read(folder: Path, text: str, cores: int) -> Mapping[str, Fusion]:
-    """Read the schedules of the operations in a dump, except Pallas kernels, by name of the operation.
+    """Return {name of an operation: its schedule} for the operations in a dump, except Pallas kernels.
 
     Args:
         folder: the folder with the compiler's dump.

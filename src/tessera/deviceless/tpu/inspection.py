@@ -51,7 +51,7 @@ class Inspection(inspection.Inspection):
 
     @property
     def least_ms(self) -> float:
-        """Least milliseconds of the call, by the roofline."""
+        """Lower bound of the call's milliseconds, from the roofline."""
         return 1e3 * max(self.flops / self.peak.flops_per_s, self.moved_bytes / self.peak.bytes_per_s)
 
     def rows(self) -> dict[str, str]:

@@ -54,7 +54,7 @@ class Prediction:
         around_ms: time of the operations around the kernels.
         steps: grid steps of all kernels.
         bundles_per_step: mean bundles of one step on one core.
-        cycles_per_step: mean cycles of one step on one core, the cycles of products in the matrix units included.
+        cycles_per_step: mean cycles of one step on one core: the sum of `schedule.Region.cycles` over its scopes.
         slots: unit -> mean slots used and available per step.
         spill_slots: mean slots per step that move spilled registers.
         moved_bytes: bytes to and from main memory, by the kernels and the operations around them.

@@ -112,14 +112,14 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
     """Parse a schedule from the text of its dump files.
 
     Raises:
-        ValueError: the utilization is incomplete, or it has another number of rows than there are bundles: the files
-            do not belong to the same kernel.
+        ValueError: the utilization text is incomplete, or does not have one row per bundle because the texts belong to
+            different kernels.
     """
     capacity, rows = _utilization(utilization)
     texts = _bundles(bundles)
     if len(texts) != len(rows):
         raise ValueError(
-            f"{kernel}: {len(texts)} bundles but {len(rows)} rows of utilization: pass two files of the same kernel"
+            f"{kernel}: {len(texts)} bundles but {len(rows)} rows of utilization: pass files of the same kernel"
         )
     tallies: dict[str, _Tally] = {}
     scopes: list[str] = []
@@ -191,7 +191,7 @@ def read(folder: Path, names: Iterable[str] | None = None) -> tuple[Schedule, ..
 
     Args:
         folder: the folder with the compiler's dump.
-        names: the kernels' names in the compiler ("probe.1"); None reads every kernel with a bundle file.
+        names: the names that the compiler gave the kernels ("probe.1"); None reads every kernel with a bundle file.
     """
     wanted = None if names is None else set(names)
     found = []
