@@ -111,7 +111,9 @@ def create(site: Site) -> FastAPI:
     @app.exception_handler(405)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         # request.url would parse the Host header, which may be nonsense
-        response = refusal_response(Refusal(error.status_code, f"no route {request.method} {request['path']:.200}"))
+        response = refusal_response(
+            Refusal(error.status_code, f"no route {request.method} {request['path']:.200}: see /docs")
+        )
         response.headers.update(error.headers or {})  # Allow, of a 405
         return response
 

@@ -128,7 +128,12 @@ def tenant_of(key: str) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body; raise Refusal if the body is too large or arrives too slowly."""
+    """Yield the pieces of a body.
+
+    Raises:
+        Refusal: the body is too large or arrives too slowly.
+        ConnectionError: the client disconnected before the body was complete.
+    """
     too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:

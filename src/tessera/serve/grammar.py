@@ -64,7 +64,7 @@ class Grammars:
         The schema {"type": "object"} allows any object.
 
         Raises:
-            ValueError: the schema is wrong, unsupported, too large or takes too long to compile.
+            ValueError: the schema is wrong, unsupported or too large, or takes too long to compile.
         """
         text = json.dumps(schema)
         if len(text) > SCHEMA_CHARACTERS:

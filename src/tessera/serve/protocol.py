@@ -374,7 +374,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
 
 
 def _is_type(part: str | int) -> bool:
-    """Return whether a part of an error's location names an alternative of a union and not a field."""
+    """Return whether a part of an error's location names an alternative of a union rather than a field."""
     if not isinstance(part, str) or part.isdigit():
         return False
     return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()

@@ -141,7 +141,7 @@ class Relay:
         try:
             url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (b"?" + query if query else b""))
         except httpx2.InvalidURL:
-            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}") from None
+            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}: see /docs") from None
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:

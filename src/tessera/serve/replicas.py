@@ -45,7 +45,7 @@ class Launcher(Protocol):
         """Start replica `index`, load its model and return its server's URL.
 
         Raises:
-            Lost: the process ended while it started.
+            Lost: the process ended before its server was running.
             ValueError, MemoryError, OSError: the model cannot be served.
         """
 

@@ -136,8 +136,8 @@ def echoed(
         tokens: the answer's tokens; None if no probabilities are reported.
 
     Returns:
-        the answer, whose text now begins with the prompt, and the tokens of prompt and answer; None if no
-        probabilities are reported.
+        the answer, whose text now begins with the prompt, and the tokens of prompt and answer (None if no probabilities
+        are reported).
     """
     generation = end.generation
     if limit == 0:

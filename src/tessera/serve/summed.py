@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 MEANS = ("_perc", "step_cost_seconds", "step_limit_seconds")
 """Suffixes of the names of gauges to average; all other gauges are summed."""
 CREATED = "_created"
-"""Suffix of the names of metrics that hold the creation times of counters; omitted, because their sum means nothing."""
+"""Suffix of metrics that hold the creation times of counters. They are omitted, because a sum of times means nothing."""
 
 
 def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> bytes:
-    """Return the merged metrics of all replicas, and the three counts, in Prometheus' text format.
+    """Return the merged metrics of all replicas, with `ready`, `lost` and `retried`, in Prometheus' text format.
 
     Args:
         texts: each replica's metrics in the same format.
