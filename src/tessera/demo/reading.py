@@ -167,7 +167,7 @@ class Reader:
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
-        """Answer a prompt that begins with the tokens given to `hold`; keys read during their prefill count, too."""
+        """Answer a prompt that begins with the tokens given to `hold`; count the keys that their prefill read, too."""
         request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop), held=self.held)
         self.engine.submit(request, started_s=started_s)
         [end] = self.engine.drain()

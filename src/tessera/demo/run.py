@@ -107,7 +107,7 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 
 
 def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
-    """Return (settings of the real model, ""); if it cannot be fetched, (settings of the embedded model, why)."""
+    """Return (settings of the real model, ""); if it cannot be fetched, (settings of the embedded model, reason)."""
     try:
         console.print(f"[bold]Tessera demo[/bold]: {fetch.SOURCES['smollm2'].words}", highlight=False)
         return reading.Settings(model=fetch.fetch("smollm2")), ""
@@ -394,9 +394,9 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
-                "a point is dense's time divided by Kascade's. Left: every run has other held-out text. Right: one "
-                "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
-                "plan's layers is shown, and includes choosing tiles.",
+                "a point is dense's time divided by Kascade's. Left: every run uses a different held-out text. Right: "
+                "one layer of each kind is timed on random inputs, even beyond the model's context; the plot shows the "
+                "sum over the plan's layers, which includes choosing tiles.",
             },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,
@@ -436,7 +436,7 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
         },
         {
             "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),
-            "caption": "Each row is one query tile of document and question, each column one key tile; white is the "
-            "future. The diagonal is always read.",
+            "caption": "Each row is one query tile of the document and question, and each column is one key tile. "
+            "White tiles are in the future. The diagonal is always read.",
         },
     ]

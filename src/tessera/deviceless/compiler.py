@@ -124,7 +124,7 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
 def out_of_time(limit_s: float) -> CompileError:
     """Return the error of a worker that was killed at its time limit."""
     meaning = f"the compiler was stopped at --limit-s {limit_s:g}; with more time, this call may compile"
-    return CompileError(TIME, "", meaning, "raise --limit-s, or take smaller or fewer unrolled blocks")
+    return CompileError(TIME, "", meaning, "raise --limit-s, or use smaller or fewer unrolled blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ class Operation:
 
 
 class Collective(NamedTuple):
-    """One communication: opcode, bytes of its result on a device, and where it runs.
+    """One exchange between devices: opcode, bytes of the result on one device, and where it runs.
 
     `where` is "program" (the program's entry), "layer" (the loop over layers) or "inner loop" (a loop or branch inside
     the loop over layers).
@@ -62,7 +62,7 @@ def kernel_names(text: str) -> tuple[str, ...]:
 def kernel_launches(text: str) -> dict[str, int]:
     """Count how often one run of the program launches each of its Mosaic GPU kernels, by name.
 
-    Kernels in a branch are left out, and so are those in a loop whose trip count the compiler does not know.
+    Kernels in a branch are left out, and so are kernels in a loop whose trip count the compiler does not know.
     """
     lines, found, unknown = computations(text), Counter(), set()
 
@@ -87,9 +87,9 @@ def operations(text: str, computation: str | None = None, turns: int = 1) -> tup
     Args:
         text: the compiled program.
         computation: name of the computation; None is the entry.
-        turns: number of iterations, if the computation is the body of the loop over layers. Then only one slice counts
-            of an array whose first dimension is `turns`. An operation that takes and returns such an array, of the same
-            type, counts as an in-place update of one slice.
+        turns: number of iterations, if the computation is the body of the loop over layers. An array whose first
+            dimension is `turns` then counts as one slice. An operation that takes and returns such an array, of the
+            same type, counts as an in-place update of one slice.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):
@@ -162,7 +162,7 @@ def loop_body(text: str) -> str | None:
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """List every communication between devices with the place where it runs."""
+    """List every exchange between devices with the place where it runs."""
     body, found, all_lines = loop_body(text), [], computations(text)
     for name, lines in all_lines.items():
         where = "program" if name == "ENTRY" else "layer" if name == body else "inner loop"

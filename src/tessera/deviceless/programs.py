@@ -171,7 +171,7 @@ def tpu_gradient_call(
 def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) for dq, dk and dv of a dense prefill on an NVIDIA GPU.
 
-    q and dq are token-major, [B,T,N,H]; K, V, dk and dv are head-major, as the cache is in `attention_call`.
+    q and dq are token-major, [B,T,N,H]; K, V, dk and dv are head-major, like the cache in `attention_call`.
     """
     spec, shapes = AttentionSpec(**spec), Shapes(**shapes)
     cut = gpu_backward.Cut(spec, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim, shapes.dtype)

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 MEANS = ("_perc", "step_cost_seconds", "step_limit_seconds")
 """Suffixes of the names of gauges to average; all other gauges are summed."""
 CREATED = "_created"
-"""Suffix of metrics that hold the creation times of counters. They are omitted, because a sum of times means nothing."""
+"""Suffix of metrics that hold the creation times of counters. They are omitted: a sum of times means nothing."""
 
 
 def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> bytes:

@@ -30,20 +30,20 @@ MEANINGS: tuple[Meaning, ...] = (
         "shared memory",
         r"(?i)exceeds available shared memory|uses too much shared",
         "the buffers and barriers of a thread block exceed its shared memory (232,448 bytes)",
-        "take fewer stages, smaller blocks, or let the output reuse the queries' buffer",
+        "use fewer stages or smaller blocks, or let the output reuse the queries' buffer",
     ),
     Meaning(
         "TMA",
         r"(?i)async.?cop|\btma\b|gmem strides|async_load|async_store|tma_load",
-        "the copy engine cannot move this slice: at most 256 elements along a dimension, strides and the first address "
-        "multiples of 16 bytes, at most 5 dimensions, sizes multiples of the swizzled tile",
-        "copy in smaller pieces, pad the last size to 16 bytes, or take rows in multiples of 8",
+        "the copy engine cannot move this slice: it allows at most 5 dimensions of at most 256 elements each, strides "
+        "and a first address that are multiples of 16 bytes, and sizes that are multiples of the swizzled tile",
+        "copy in smaller pieces, pad the last size to 16 bytes, or use rows in multiples of 8",
     ),
     Meaning(
         "registers",
         r"(?i)must be a positive multiple of 8|setmaxnreg|register",
-        "the requested registers do not fit: 24 to 240 per thread in multiples of 8, at most 65,536 per thread block",
-        "give the compute warpgroups fewer registers, or take fewer rows or columns per warpgroup",
+        "the requested registers do not fit: a thread may have 24 to 240 in multiples of 8, a thread block 65,536",
+        "give the compute warpgroups fewer registers, or use fewer rows or columns per warpgroup",
     ),
     Meaning(
         "ptxas",

@@ -127,8 +127,8 @@ def inspect_call(
 
     Args:
         chip: "h200".
-        spec, shapes: the call.
-        kernel: name of the kernel; if not given, the first that dispatch would choose on a GPU, except cuDNN's.
+        spec, shapes: what the call computes, and the sizes of its arrays.
+        kernel: name of the kernel; None uses the first that dispatch would choose on a GPU, cuDNN's left out.
         config: the kernel's block sizes; None uses the kernel's default for this call.
         limit_s: maximum seconds for the compiler.
         where: arguments of `gpu.compiler.Compiler`: `python`, `paths`, `niceness`.
@@ -166,7 +166,7 @@ def overfull(chip: str, held: int) -> CompileError | None:
         return None
     text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
     meaning = "the chip's main memory is full: arguments, outputs and temporaries"
-    return CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
+    return CompileError("HBM", text, meaning, "use a shorter length or a smaller batch")
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tessera.deviceless.tpu import fusions as xla
 from tessera.deviceless.tpu import schedule
 
 TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
-"""Smallest topology of each chip that the compiler accepts on a host without that chip."""
+"""Chip -> smallest topology that the compiler accepts on a host without this chip."""
 
 FLAGS = (
     # Dump only the last stage: all stages are twenty times as many bytes and double the compile time.
@@ -39,14 +39,14 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "VMEM",
         r"(?i)\bvmem\b",
-        "the vector memory of a core is full: blocks are held twice (double buffering), next to scratch and spills",
-        "take smaller blocks, or raise vmem_limit_bytes if the chip has more",
+        "the vector memory of a core is full: it holds every block twice (double buffering), scratch and spills",
+        "use smaller blocks, or raise vmem_limit_bytes if the chip has more",
     ),
     Meaning(
         "HBM",
         r"(?i)memory space hbm|\bhbm\b.*(exceed|exhaust)|(exceed|exhaust|out of memory).*\bhbm\b",
         "the chip's main memory is full: arguments, outputs and temporaries of the whole program",
-        "take a shorter length, a smaller batch, or more chips",
+        "use a shorter length, a smaller batch, or more chips",
     ),
     Meaning(
         "layout",

@@ -66,7 +66,7 @@ def block_counts(text: str) -> dict[str, int]:
 
 
 def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
-    """Count an operation's cycles.
+    """Convert an operation's schedule to a `Fusion`, with the cycles of all blocks.
 
     A loop over n blocks has at least n + 2 iterations, because the first iteration only copies in and the last only
     copies out. If the loop has fewer, the cores share the blocks. If `blocks` is None, the number of blocks is the

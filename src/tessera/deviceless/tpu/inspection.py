@@ -120,7 +120,7 @@ def inspect_call(
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
-        spec, shapes: the call.
+        spec, shapes: what the call computes, and the sizes of its arrays.
         kernel: name of the kernel; None uses the kernel that dispatch chooses on a TPU.
         config: the kernel's block sizes; None uses the kernel's default for this call.
         limit_s: maximum seconds for the compiler.
