@@ -73,7 +73,7 @@ CONFIGS = [
     ("--kernel tpu_prefill", "kernel='tpu_prefill' must be one of tpu_decode_dense"),
     ("--kernel gpu_prefill_dense", "kernel gpu_prefill_dense runs on gpu, but this chip is a tpu"),
     ("--kernel tpu_decode_dense", "kernel tpu_decode_dense does not support this call"),
-    ("--chip h200 --kernel gpu_cudnn_dense", "is compiled by cuDNN, only on a GPU: name gpu_prefill_dense"),
+    ("--chip h200 --kernel gpu_cudnn_dense", "is compiled by cuDNN, only on a GPU: use gpu_prefill_dense"),
     ("--config {block_t:1}", "--config {block_t:1} is not JSON"),
     ("--config [1]", "config [1] must be a JSON object"),
     ('--config {"blocks":1}', "config blocks: tpu_prefill_dense has no such size; it has "),

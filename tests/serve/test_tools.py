@@ -164,9 +164,9 @@ def test_a_free_answer_without_a_call_is_text(site):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"tool_choice": "required"}, "needs a tool to call"),
+        ({"tool_choice": "required"}, "tool_choice=required needs"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice=sub needs"),
-        ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "cannot be combined"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b'"),
         ({"messages": [{"role": "user"}]}, "has no content"),
         (

@@ -1,4 +1,4 @@
-"""Measure the demo: answers, pass keys, time to first token, attention time, and the keys that each layer reads."""
+"""The demo's measurements: answers, pass keys, time to first token, attention time, and keys that each layer reads."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,14 +78,19 @@ def what_it_says(document: str, subject: str) -> tuple[str, int]:
         pattern = rf"^\s*{re.escape(subject)} *= *[^\s,;#]+"
     found = re.search(pattern, document, re.MULTILINE)
     if found is None:
-        raise ValueError(f"{subject=} must be a constant that the document defines, or 'the ...' of a note in it")
+        raise ValueError(
+            f"{subject=} is not in the document: use a constant that it defines, or a noted fact ('the pass key')"
+        )
     return " ".join(found[0].split()), found.start()
 
 
 def passkey_accuracy(
     models: Mapping[str, Model], lengths: Sequence[int], num_tasks: int, progress: Progress
 ) -> dict[str, dict[int, Accuracy]]:
-    """Count the hidden five-digit keys that each policy finds exactly, per prompt length, on the same tasks."""
+    """Count the hidden five-digit keys that each policy finds exactly, per prompt length.
+
+    All policies get the same tasks.
+    """
     found = {name: {} for name in models}
     for length in lengths:
         tasks = passkey_tasks(num_tasks, length)
@@ -100,7 +105,7 @@ def first_token_times(
 ) -> dict[int, dict[str, list[float]]]:
     """Return the seconds to the first token of held-out library text, by prompt length and policy.
 
-    Every sample has fresh text, and the policies take turns.
+    Every sample uses another piece of the text, and the policies take turns.
     """
     text = library_corpus().held_out
     rng = np.random.default_rng(21)
@@ -118,12 +123,15 @@ def first_token_times(
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer's attention: for each kind of layer (see `kinds`), one sample per round."""
+    """Seconds of one layer's attention: for each kind of layer (see `kinds`), one sample per repeat."""
 
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Return the medians summed over a model's layers: as if all were dense, and with the kinds in `layers`."""
+        """Sum the median times of a model's layers.
+
+        The sum "dense" treats all layers as dense; the sum "kascade" uses the kinds in `layers`.
+        """
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 
@@ -131,7 +139,7 @@ class LayerTimes(NamedTuple):
 def kinds(policy: Kascade) -> tuple[str, ...]:
     """Return each layer's kind: its role, and the budgets of its heads if the role is "own" or "sparse".
 
-    Layers of one kind take equal time.
+    Layers of the same kind take the same time.
     """
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
@@ -141,8 +149,8 @@ def kinds(policy: Kascade) -> tuple[str, ...]:
 def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress: Progress) -> dict[int, LayerTimes]:
     """Time the causal prefill attention of one dense layer, and of one layer of each kind in the plan (see `kinds`).
 
-    The shapes are the model's heads and the plan's tiles. A choosing layer's time includes choosing. Inputs are random,
-    since the time does not depend on them.
+    The shapes come from the model's heads and the plan's tiles. The time of a layer that chooses tiles includes the
+    choice. Inputs are random, because the time does not depend on their values.
     """
     config, policy = model.config, model.policy
     spec, found = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile), kinds(policy)
@@ -178,7 +186,7 @@ def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress
 
 
 class ReadMap(NamedTuple):
-    """Reads of one prompt's prefill: share of the visible keys per layer, and the tiles that layers chose."""
+    """Keys that a prompt's prefill read: the share of the visible keys per layer, and the tiles that layers chose."""
 
     densities: list[float]
     anchors: list[Anchor]
@@ -200,7 +208,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
-    """Return how many KV heads list a key tile, [query tiles, key tiles]; -1 where it is in the query tile's future."""
+    """Return how many KV heads list each key tile, [query tiles, key tiles]; -1 where the key tile is in the future."""
     tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # without the last chunk's padding
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):
@@ -211,7 +219,7 @@ def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _Tracing(Kascade):
-    """Kascade that also returns the tiles that its layers chose; needs unrolled layers."""
+    """Kascade policy that also returns the tiles that its layers chose; it needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
         """Return whether a layer ranks tiles: its role is "score", or "own" with a head budget between 0 and 1."""

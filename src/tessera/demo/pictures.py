@@ -1,4 +1,4 @@
-"""Draw the demo's pictures as SVG strings, with dark text, units on the axes, and the same two colours throughout."""
+"""Draw the demo's pictures as SVG strings, with dark text, units on the axes, and the same colours throughout."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,10 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One plot of two sides' times over prompt lengths; `sides` maps a name to the seconds at each length."""
+    """One plot that compares the times of two sides, such as dense and Kascade, over prompt lengths.
+
+    `sides` maps a side's name to its seconds at each length.
+    """
 
     title: str
     label: str
@@ -46,7 +49,7 @@ class Panel:
 def times(panels: Sequence[Panel]) -> str:
     """Plot milliseconds against prompt length, both axes logarithmic.
 
-    The label at each length is the time of the panel's first entry in `sides` divided by that of the second.
+    The label at each length is the time of the first entry in the panel's `sides` divided by the time of the second.
     """
 
     def plot(figure: Figure) -> None:
@@ -80,11 +83,11 @@ ROLES = {
     "own": (OWN, "own: chooses by cheap scores"),
     "sparse": (KASCADE, "reuse: reads what its source chose"),
 }
-"""Role of a layer -> colour and words."""
+"""Role of a layer -> its colour and its words in the legend."""
 
 
 def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
-    """Plot the share of the visible keys that each layer read, coloured by its role in the plan (`Kascade.roles`)."""
+    """Plot the share of the visible keys that each layer read, coloured by the layer's role (`Kascade.roles`)."""
 
     def plot(figure: Figure) -> None:
         axes = figure.subplots()
@@ -105,10 +108,12 @@ def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
 
 
 def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
-    """Plot a map per layer that chooses: query tiles down, key tiles across, coloured by how many KV heads list a tile.
+    """Plot one map per layer that chooses tiles: query tiles down, key tiles across.
+
+    The colour says how many KV heads list the key tile.
 
     Args:
-        anchors: the choices to draw, one panel each; at least one.
+        anchors: the layers' choices, at least one; each gets a panel.
         tile: keys per key tile, for the axis.
         query_tile: rows per query tile, for the axis.
         marks: key positions of answers, drawn as dashed lines.
@@ -144,7 +149,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: S
 
 
 def _draw(plot: Callable[[Figure], Any], size: tuple[float, float]) -> str:
-    """Run a plot function on a fresh figure (no global state) and return the <svg> element."""
+    """Run a plot function on a new figure, without global state, and return the <svg> element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size)
         plot(figure)

@@ -1,8 +1,8 @@
-"""Ask a real model, under each policy, for a chat turn and for answers that the document states.
+"""Ask a real model, under each policy, for a chat turn and for facts that a document states.
 
-Every prompt is the document, then a question, in the model's own chat template. A `Reader` prefills the document once
-and reuses its keys for each question, as `tessera chat` does. All prefill calls have the same size, since each size
-needs a program per policy, and 30 unrolled layers take most of a minute to compile on a busy machine.
+Every prompt is the document and then a question, in the model's own chat template. A `Reader` prefills the document
+once and reuses its keys for each question, as `tessera chat` does. All prefill calls have the same size, because each
+size needs a program per policy, and 30 unrolled layers take most of a minute to compile on a busy machine.
 """
 
 import re
@@ -24,15 +24,18 @@ from tessera.workbench.quality import without_choice
 
 HERE = Path(__file__).parent
 CHUNK = 256
-"""Rows per prefill call. A question takes one call, which would cost four times as much with 1,024 rows."""
+"""Rows per prefill call. A question takes one call; a call with 1,024 rows would cost four times as much."""
 SIDES = ("dense", "kascade", "control")
 WORDS = MappingProxyType({"dense": "dense", "kascade": "Kascade", "control": "control"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question about the document. `start` is the beginning of the document's sentence with the answer; the prompt
-    ends with it, so that the model completes the sentence."""
+    """A question about the document.
+
+    `start` is the beginning of the sentence that states the answer in the document. The prompt ends with `start`, so
+    that the model completes the sentence.
+    """
 
     text: str
     start: str
@@ -45,7 +48,7 @@ class Question:
         """
         found = re.search(rf"{re.escape(self.start)} ([^.\n]+)\.", document)
         if found is None:
-            raise ValueError(f"no sentence of the document begins with {self.start!r}")
+            raise ValueError(f"no sentence of the document begins with {self.start!r}: change the question's start")
         return found[1]
 
 
@@ -72,11 +75,11 @@ class Settings:
     """Prompts for a real model; the defaults fit the six minutes that `make demo` has on two cores.
 
     Attributes:
-        model: the fetched model's name, a GGUF file or a folder.
-        plan: Kascade plan; None takes the model's own plan.
+        model: name of a fetched model, a GGUF file or a folder.
+        plan: Kascade plan; None uses the model's own plan.
         document: text file that the questions are about.
-        turn: text of the chat turn, after the document.
-        turn_tokens: maximum number of tokens in its answer.
+        turn: text of the chat turn, which follows the document in the prompt.
+        turn_tokens: maximum number of tokens in the answer to the chat turn.
         questions: questions to ask under every policy.
         answer_tokens: maximum number of tokens per answer.
     """
@@ -95,8 +98,8 @@ class Side:
     """One policy's answers.
 
     Attributes:
-        turn: the chat turn's answer; its time to first token includes the document's prefill. None for the control.
-        answers: one answer per question; the document's keys are in the cache, so the time to first token excludes the
+        turn: answer to the chat turn, whose time to first token includes the document's prefill; None for the control.
+        answers: one answer per question. The document's keys are in the cache, so the times to first token exclude the
             document's prefill.
     """
 
@@ -119,7 +122,7 @@ class Findings:
     sides: Mapping[str, Side]
 
     def right(self, name: str) -> tuple[bool, ...]:
-        """Compare a side's answers with the document's, question by question."""
+        """Return, for each question, whether a side's answer is the document's."""
         return tuple(said(a) == wanted for a, wanted in zip(self.sides[name].answers, self.expected))
 
     def kept(self, name: str) -> int:
@@ -139,10 +142,10 @@ def said(answer: Generation) -> str:
 
 
 def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
-    """Return the model under dense, under Kascade at every length, and under the control: Kascade that chooses nothing.
+    """Return the model under three policies: dense, Kascade at every length, and the control.
 
-    A head of the control reads all keys if its budget is 1, else only the tiles that the plan always lists (own tiles,
-    local tiles, sinks).
+    The control is Kascade that chooses nothing. A head of the control reads all keys if its budget is 1. Otherwise it
+    reads only the tiles that the plan always lists: the tiles of the queries themselves, local tiles and sinks.
     """
     kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
     control = replace(kascade, policy=plan_policy(kascade, without_choice(kascade.plan)))
@@ -158,13 +161,13 @@ class Reader:
         self.held = Held(0, ())
 
     def hold(self, tokens: Sequence[int]) -> None:
-        """Prefill a prefix that all later prompts share, except its last, incomplete chunk."""
+        """Prefill a prefix that all later prompts share; leave out its last chunk if that is incomplete."""
         self.held = self.engine.hold(tokens)
 
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
-        """Answer a prompt that begins with the held tokens; the keys read include those of the held tokens' prefill."""
+        """Answer a prompt that begins with the tokens given to `hold`; count the keys that their prefill read, too."""
         request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop), held=self.held)
         self.engine.submit(request, started_s=started_s)
         [end] = self.engine.drain()
@@ -189,7 +192,7 @@ def shared(lists: Sequence[Sequence[int]]) -> int:
 
 
 def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[str], Any]) -> Findings:
-    """Put the chat turn and every question to each model, one model after the other."""
+    """Put the chat turn and every question to each model, one model after another."""
     document = settings.document.read_text(encoding="utf-8")
     expected = tuple(question.expected(document) for question in settings.questions)
     turn, questions = prompts(models["dense"], settings, document)

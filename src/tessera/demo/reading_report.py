@@ -1,4 +1,4 @@
-"""Notes, tables, records and page data of a real model's run (`reading.py`)."""
+"""Notes, tables, records and page data for the demo's run of a real model (`reading.py`)."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,11 +19,12 @@ from tessera.workbench.evidence import Comparison, How, Record, What
 COMMAND = "tessera demo"
 CONTROL = (
     "The control is the same plan without its choice of keys: it reads only what the plan always reads (the newest "
-    "keys and the first ones). An answer that it finds too says nothing about what Kascade chooses."
+    "keys and the first ones). An answer that the control also finds says nothing about what Kascade chooses."
 )
 ABOUT = (
-    "One model reads a document and answers questions about it, three times: dense reads every key (what the model "
-    "keeps of each earlier token), Kascade the keys that it chooses, the control only what Kascade always reads."
+    "One model reads a document and answers questions about it, three times. Dense reads every key (what the model "
+    "keeps of each earlier token). Kascade reads the keys that it chooses. The control reads only what Kascade always "
+    "reads."
 )
 NEXT = (
     ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
@@ -35,7 +36,7 @@ NEXT = (
 
 
 def notes(found: Findings) -> list[str]:
-    """Return a list of sentences: the verdict with the answers that Kascade lost, then what a reader needs to know."""
+    """Return a list of notes: the verdict with the answers that Kascade lost, then facts for reading the figures."""
     right = {name: found.right(name) for name in SIDES}
     count, total, lost = sum(right["dense"]), len(found.expected), found.lost
     read = quantity(_density(found.sides["kascade"].answers), "fraction")
@@ -55,15 +56,15 @@ def notes(found: Findings) -> list[str]:
         lines.append("The control keeps as many as Kascade: here the questions do NOT show that selection matters.")
     turn = {name: found.sides[name].turn for name in ("dense", "kascade")}
     if turn["dense"].tokens != turn["kascade"].tokens:
-        lines.append("The chat turn's answers differ in their words: dense and Kascade chose another token somewhere.")
+        lines.append("The two answers to the chat turn differ: dense and Kascade chose different tokens at some point.")
     if found.crossover_tokens > turn["dense"].prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
             "Here Kascade was made to run at every length, so that there is something to see."
         )
     lines.append(
-        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Times are "
-        "of one run, one side after another, so other work on this machine makes them longer."
+        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. The times "
+        "come from one run, one side after another, so other work on this machine makes them longer."
     )
     return lines
 
@@ -73,7 +74,10 @@ def _density(answers: Sequence[Generation]) -> float:
 
 
 def rows(found: Findings) -> list[list[str]]:
-    """Return table rows with the columns label, dense, Kascade, control. Cells of the control's chat turn are empty."""
+    """Return table rows with the columns label, dense, Kascade and control.
+
+    The control has no chat turn, so its cells for the turn are empty.
+    """
     sides = [found.sides[name] for name in SIDES]
     turns = [side.turn for side in sides]
     tokens = found.sides["dense"].turn.prompt_tokens
@@ -87,7 +91,7 @@ def rows(found: Findings) -> list[list[str]]:
         of_turns("keys read, prompt and answer", "fraction", [_density(side.answers) for side in sides]),
         of_turns(f"time to first token, {tokens:,} tokens", "s", [turn and turn.ttft_s for turn in turns]),
         of_turns(
-            "the same, the document's keys in the cache",
+            "the same, with the document's keys cached",
             "s",
             [statistics.median(a.ttft_s for a in side.answers) for side in sides],
         ),
@@ -104,7 +108,7 @@ def turn_table(found: Findings) -> Table:
 
 
 def answer_table(found: Findings) -> Table:
-    """Tabulate, per question, the document's answer and every side's; wrong answers are marked."""
+    """Tabulate, per question, the document's answer and the answer of every side; mark wrong answers."""
     heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
@@ -166,7 +170,7 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
 
 
 def page_data(found: Findings, model: Model) -> dict[str, Any]:
-    """Return the data of the page's template."""
+    """Return the data that the page's template needs."""
     right = {name: found.right(name) for name in SIDES}
     return {
         "about": ABOUT,

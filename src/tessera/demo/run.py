@@ -35,7 +35,7 @@ class Settings:
     Attributes:
         model: folder of the checkpoint, with plan.json next to the weights.
         document: text file that the questions are about.
-        subjects: facts to ask for, see `findings.ask`.
+        subjects: subjects of the questions (see `findings.ask`).
         first_token_lengths: prompt lengths for the time to first token.
         attention_lengths: lengths for the attention-only times; they may exceed the model's context.
         passkey_lengths: prompt lengths of the pass-key tasks.
@@ -69,21 +69,21 @@ class Findings:
 
     @property
     def same(self) -> bool:
-        """Whether Kascade gave dense's tokens on every question."""
+        """Whether Kascade gave the same tokens as dense on every question."""
         return all(answer.same for answer in self.answers)
 
 
 def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Settings | None = None) -> int:
-    """Answer, measure, write record.json, index.html and, for the embedded model, lengths.svg under `out`.
+    """Run the demo; write record.json, index.html and, for the embedded model, lengths.svg to `out`.
 
     Args:
-        out: the folder.
-        settings: settings of the embedded model's demo or of a real model's; None takes the real model if it can be
-            fetched, else the embedded model.
+        out: the folder for the results.
+        settings: settings for the embedded model or for a real model; None uses the real model if it can be fetched,
+            else the embedded model.
 
     Returns:
-        the exit code. For the embedded model: 0 if Kascade gave the dense answers on every question, else 1. For a real
-        model: 0 if Kascade kept more of dense's right answers than the control, else 1; the notes name the lost ones.
+        the exit code. For the embedded model: 0 if Kascade gave the same tokens as dense on every question, else 1. For
+        a real model: 0 if Kascade kept more of dense's right answers than the control did, else 1.
 
     Raises:
         ValueError: `out` cannot be written to; raised before anything is fetched or measured.
@@ -107,14 +107,14 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 
 
 def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
-    """Return the real model's settings; if it cannot be fetched, the embedded model's and a sentence that says why."""
+    """Return (settings of the real model, ""); if it cannot be fetched, (settings of the embedded model, reason)."""
     try:
         console.print(f"[bold]Tessera demo[/bold]: {fetch.SOURCES['smollm2'].words}", highlight=False)
         return reading.Settings(model=fetch.fetch("smollm2")), ""
     except (OSError, ValueError) as error:
         missing = (
-            f"This is the small embedded model, because the real one is not here: {error}. To see the real one, "
-            "connect to a network, run `tessera fetch smollm2`, and run the demo again."
+            f"This is the small embedded model, because the real model could not be fetched: {error}. To see the real "
+            "model, connect to a network, run `tessera fetch smollm2`, and run the demo again."
         )
         console.print(missing, style="yellow", markup=False)
         return Settings(), missing
@@ -145,23 +145,23 @@ def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
 
 
 def write_records(out: Path, made: Sequence[Record]) -> None:
-    """Write record.json, which `publish` stores."""
+    """Write the records to record.json, from which `publish` takes them."""
     body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(record)) for record in made]}
     (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 def finish(out: Path, console: Console) -> None:
-    """Print where the results are."""
+    """Print the folder that holds the results."""
     console.print(f"record.json and index.html are in {out}", highlight=False)
 
 
 def make_folder(out: Path) -> None:
-    """Create `out` and write a file in it, to be sure that it is writable."""
+    """Create the folder `out`, and write a temporary file there to check that the folder is writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ValueError(f"--out {out} is not a writable folder ({error.strerror}): name another") from error
+        raise ValueError(f"--out {out} is not a writable folder ({error.strerror}): use another folder") from error
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
@@ -178,7 +178,7 @@ def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", pic
 def load_models(folder: Path) -> dict[str, Model]:
     """Load the checkpoint under dense, Kascade and the control, with shared weights.
 
-    Kascade runs at every length here: below the plan's cross-over it would run dense and show nothing.
+    Kascade runs at every length here. Otherwise it would run dense below the plan's cross-over, and show nothing.
     """
     kascade = load(folder, attention="kascade")
     return reading.policies(kascade.with_attention("dense"), kascade.plan)
@@ -226,7 +226,7 @@ def _yes(value: bool) -> str:
 
 
 def answer_table(answers: Sequence[Answered]) -> Table:
-    """Tabulate every side's answer per question, and whether dense and Kascade agree and are right."""
+    """Tabulate, per question, the answer of every side, whether dense and Kascade agree, and whether both are right."""
     table = Table("question", *HEADS, "same", "right", title="Answers", title_justify="left")
     for a in answers:
         said = [escape(reading.said(getattr(a, side))) for side in reading.SIDES]
@@ -277,10 +277,10 @@ def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
 
 
 def notes(found: Findings) -> list[str]:
-    """Return sentences that a reader of the figures needs."""
+    """Return a list of facts that a reader of the figures needs."""
     lines = []
     if not found.same:
-        lines.append("The answers DIFFER: Kascade did not give the dense tokens on every question.")
+        lines.append("The answers DIFFER: Kascade did not give the same tokens as dense on every question.")
     if not all(a.right for a in found.answers):
         lines.append("Not every answer is what the document says: the model is small.")
     total = {side: sum(one.num_right for one in found.accuracy[side].values()) for side in reading.SIDES}
@@ -343,7 +343,7 @@ def _answer_record(found: Findings, name: str) -> Record:
 def _pair(
     workload: str, title: str, length: int, samples: Mapping[str, Sequence[float]], config: Mapping[str, Any]
 ) -> list[Record]:
-    """Build dense's record, and Kascade's compared with it."""
+    """Build the record of dense, and the record of Kascade with a comparison to dense."""
     out = []
     for name in ("dense", "kascade"):
         versus = None
@@ -394,9 +394,9 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats} runs; dense and Kascade take turns. The number above "
-                "a point is dense's time divided by Kascade's. Left: every run has other held-out text. Right: one "
-                "layer of each kind is timed on random inputs, also beyond the model's context; the sum over the "
-                "plan's layers is shown, and includes choosing tiles.",
+                "a point is dense's time divided by Kascade's. Left: every run uses a different held-out text. Right: "
+                "one layer of each kind is timed on random inputs, even beyond the model's context; the plot shows the "
+                "sum over the plan's layers, which includes choosing tiles.",
             },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,
@@ -406,7 +406,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
 
 
 def draw_times(found: Findings) -> str:
-    """Plot time to first token and attention time over length, dense against Kascade."""
+    """Plot time to first token and attention time against prompt length, for dense and Kascade."""
     sides = {"dense": "dense", "kascade": "Kascade"}
     totals = [layer.total(found.kinds) for layer in found.attention.values()]
     medians = {side: [statistics.median(s[name]) for s in found.first_token.values()] for name, side in sides.items()}
@@ -436,7 +436,7 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
         },
         {
             "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),
-            "caption": "Each row is one query tile of document and question, each column one key tile; white is the "
-            "future. The diagonal is always read.",
+            "caption": "Each row is one query tile of the document and question, and each column is one key tile. "
+            "White tiles are in the future. The diagonal is always read.",
         },
     ]

@@ -6,7 +6,10 @@ from rich.console import Console
 
 
 class Stages:
-    """Print a line with the seconds so far when a stage begins, so that the last line explains a long silence."""
+    """Printer of progress lines: one line with the seconds so far at the start of each stage.
+
+    The last line thus explains a long silence.
+    """
 
     def __init__(self, console: Console):
         self.console, self.started_s = console, time.perf_counter()

@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("worker.py")
 INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
 
 LONGEST_TEXT = 500
-"""Characters kept of a compiler's message; a long message lists every allocation after its first sentences."""
+"""Maximum characters to keep of a compiler's message. The rest of a long message usually lists allocations."""
 
 
 def attention_program(
@@ -28,7 +28,7 @@ def attention_program(
 ) -> dict[str, Any]:
     """Build the request to compile one call of a kernel of `dispatch.KERNELS`.
 
-    Without `config`, the worker takes the block sizes that dispatch chooses. `variant` holds further arguments of
+    Without `config`, the worker uses the block sizes that dispatch chooses. `variant` holds further arguments of
     `programs.attention_call`.
     """
     return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config, "variant": variant}
@@ -65,12 +65,12 @@ class Process(Worker):
 
 
 def worker(python: str | None = None) -> list[str]:
-    """Return the command that starts a worker, in this interpreter or another."""
+    """Return the command that starts a worker in the interpreter `python`; None means this process's interpreter."""
     return [python or sys.executable, "-P", str(WORKER)]
 
 
 def environment(paths: Sequence[str]) -> dict[str, str]:
-    """Build the worker's environment: jax on CPU, and `paths` before the other folders of the import path."""
+    """Build the worker's environment variables: jax runs on the CPU, and `paths` come first in PYTHONPATH."""
     found = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     found["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program taken from the cache leaves no schedule and no report
     if paths:
@@ -108,7 +108,10 @@ class CompileError(NamedTuple):
 
 
 def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
-    """Return the error of the first meaning whose pattern matches a compiler's message."""
+    """Return the error with the first meaning whose pattern matches a compiler's message.
+
+    If no pattern matches, the error has the kind "program".
+    """
     text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
     for kind, pattern, meaning, way_out in meanings:
         if re.search(pattern, text):
@@ -121,7 +124,7 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
 def out_of_time(limit_s: float) -> CompileError:
     """Return the error of a worker that was killed at its time limit."""
     meaning = f"the compiler was stopped at --limit-s {limit_s:g}; with more time, this call may compile"
-    return CompileError(TIME, "", meaning, "raise --limit-s, or take smaller or fewer unrolled blocks")
+    return CompileError(TIME, "", meaning, "raise --limit-s, or use smaller or fewer unrolled blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,7 @@ class Compiled:
     Attributes:
         chip: short name ("v6e").
         error: None if it compiled.
-        compile_s: seconds in the compiler; if it failed, seconds of the whole attempt.
+        compile_s: seconds in the compiler; after a failure, seconds of the whole attempt.
         memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
         about: the further values that the program's factory returned, such as "settings".
         program: the compiled program's text.
@@ -146,7 +149,7 @@ class Compiled:
 
     @classmethod
     def from_reply(cls, chip: str, reply: Mapping[str, Any], explain: Callable[[str], CompileError]) -> Self:
-        """Convert a worker's reply; `explain` makes a `CompileError` of its error message."""
+        """Convert a worker's reply; `explain` turns the reply's error message into a `CompileError`."""
         if reply["compiled"]:
             found = {name: reply[name] for name in ("compile_s", "memory", "about")}
             return cls(chip=chip, error=None, **found)
@@ -161,7 +164,7 @@ class Compiled:
 
     @property
     def settings(self) -> str | None:
-        """Block sizes of the compiled kernel, as text; None if its factory names none."""
+        """Block sizes of the compiled kernel, as text; None if the program's factory states none."""
         return self.about.get("settings")
 
     @property

@@ -32,7 +32,7 @@ class Operation:
         name, opcode: as the compiler writes them.
         bytes: bytes read from and written to main memory, with the padding of tiles; an upper bound for a fusion that
             reads only a slice.
-        cycles: XLA's own estimate; None if it gives none.
+        cycles: XLA's estimate of the operation's cycles; None if XLA gives none.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Operation:
 
 
 class Collective(NamedTuple):
-    """One communication: opcode, bytes of its result on a device, and where it runs.
+    """One exchange between devices: opcode, bytes of the result on one device, and where it runs.
 
     `where` is "program" (the program's entry), "layer" (the loop over layers) or "inner loop" (a loop or branch inside
     the loop over layers).
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 def kernel_names(text: str) -> tuple[str, ...]:
-    """List the compiler's names of the Pallas kernels that the program calls, in program order."""
+    """List the Pallas TPU kernels that the program calls, by the compiler's names, in program order."""
     found = re.findall(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"', text)
     return tuple(dict.fromkeys(found))
 
@@ -62,7 +62,7 @@ def kernel_names(text: str) -> tuple[str, ...]:
 def kernel_launches(text: str) -> dict[str, int]:
     """Count how often one run of the program launches each of its Mosaic GPU kernels, by name.
 
-    Kernels in a branch are left out, and so are those in a loop whose trip count the compiler does not know.
+    Kernels in a branch are left out, and so are kernels in a loop whose trip count the compiler does not know.
     """
     lines, found, unknown = computations(text), Counter(), set()
 
@@ -82,11 +82,14 @@ def kernel_launches(text: str) -> dict[str, int]:
 
 
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
-    """List the operations of a computation (the entry by default) that move data, without the Pallas kernels.
+    """List the operations of a computation that move data, except Pallas kernels and exchanges between devices.
 
-    For the body of the loop over layers, `turns` is the number of layers. Of an array whose first dimension is `turns`,
-    only one slice counts. An operation that takes and returns an array of one such type counts as an in-place update of
-    one slice.
+    Args:
+        text: the compiled program.
+        computation: name of the computation; None is the entry.
+        turns: number of iterations, if the computation is the body of the loop over layers. An array whose first
+            dimension is `turns` then counts as one slice. An operation that takes and returns such an array, of the
+            same type, counts as an in-place update of one slice.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):
@@ -159,7 +162,7 @@ def loop_body(text: str) -> str | None:
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """List every communication between devices with the place where it runs."""
+    """List every exchange between devices with the place where it runs."""
     body, found, all_lines = loop_body(text), [], computations(text)
     for name, lines in all_lines.items():
         where = "program" if name == "ENTRY" else "layer" if name == body else "inner loop"
@@ -178,7 +181,10 @@ def _slices(type_text: str, turns: int) -> int:
 
 
 def _transferred_bytes(type_text: str) -> int:
-    """Return the main memory bytes of an asynchronous copy, slice or call; its type lists source, target and token."""
+    """Return the bytes that an asynchronous copy, slice or call reads from and writes to main memory.
+
+    The operation's type lists the source, the target and a token.
+    """
     sizes = [size for size, _ in _arrays(type_text) if size > 4]
     both_ends = all(in_main for size, in_main in _arrays(type_text) if size > 4)
     return min(sizes, default=0) * (2 if both_ends else 1)
@@ -190,7 +196,7 @@ def physical_bytes(type_text: str) -> int:
 
 
 def _arrays(type_text: str) -> list[tuple[int, bool]]:
-    """List (physical bytes, whether in main memory) per array of a type; S(n) with n > 0 is on-chip memory."""
+    """List (physical bytes, whether in main memory) for each array of a type; S(n) with n > 0 is on-chip memory."""
     found = []
     for kind, dims, order, layout in _SHAPE.findall(type_text):
         sizes = [int(d) for d in dims.split(",") if d]

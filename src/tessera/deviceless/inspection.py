@@ -1,6 +1,6 @@
 """Compile one attention call for a chip that this machine lacks, and place it on the roofline (`tessera inspect`).
 
-`tpu.inspection` and `gpu.inspection` compile the call and add the figures that only their compiler gives.
+`tpu.inspection` and `gpu.inspection` compile the call and add the figures that only the platform's compiler gives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ class Inspection:
     roofline and returns the call's time in words, and `fill` draws the bars of the second panel.
 
     Attributes:
-        refused: name of each of our kernels for the call's role and phase -> the reason it refuses the call; empty if
-            one of them takes the call.
-        hbm_bytes: main memory that the program holds while it runs.
+        refused: name of each of our kernels for the call's role and phase -> why the kernel refuses the call; empty if
+            one of them accepts the call.
+        hbm_bytes: bytes of main memory that the program holds while it runs.
         flops: work of the call; products that a kernel computes on masked or padded elements do not count.
         moved_bytes: bytes to and from main memory in one call; a lower bound if nothing is predicted.
     """
@@ -58,11 +58,11 @@ class Inspection:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
 
     def intensities(self) -> tuple[float, float]:
-        """Return the call's flops per byte, and the least at which the peak rate, not memory, limits a call."""
+        """Return the call's flops per byte, and the flops per byte beyond which memory no longer limits a call."""
         return self.flops / self.moved_bytes if self.moved_bytes else 1.0, self.peak.flops_per_s / self.peak.bytes_per_s
 
     def print_table(self) -> None:
-        """Print the result for people: a table, then the platform's lines."""
+        """Print the result as a table, then the platform's `lines`; or print the compiler's error."""
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
@@ -83,7 +83,7 @@ class Inspection:
             console.print(f"  {text}", style=style, markup=False, highlight=False)
 
     def picture(self, path: Path) -> None:
-        """Draw the call on its roofline, and the platform's bars, as SVG or in the format that the suffix names."""
+        """Draw the call on the roofline, and the platform's bars; the suffix of `path` sets the format."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4.5 * self.panels, 3.6), layout="constrained")
@@ -165,7 +165,7 @@ def facts(
 
 
 def refusals(platform: str, chip: str, spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
-    """Return {kernel: why it refuses the call} for our kernels of the call's role and phase; {} if one takes it."""
+    """Return {kernel: why it refuses the call} for our kernels of the call's role and phase; {} if one accepts it."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
     ours = [k for k in KERNELS if k.platform == platform and k.simulable and k.role == role]
     capability = hardware.chip(chip).capability

@@ -45,10 +45,12 @@ class StepInspection:
 
     Attributes:
         timed_out: whether the compiler was stopped at its time limit.
-        hbm_bytes: main memory held per device; `memory` breaks it down.
-        collectives: (opcode, bytes, where, times per step) of each exchange; times is None if unknown.
-        parts_ms: part, as the module docstring lists them -> milliseconds; predicted_ms is their sum.
-        attention: role -> kernel, number of layers, milliseconds of one layer.
+        hbm_bytes: bytes of main memory held per device; `memory` breaks them down.
+        collectives: (opcode, bytes, where, times per step) of each exchange: the fields of `hlo.Collective`, and how
+            often it runs, None if unknown.
+        parts_ms: part of the predicted time (see the module docstring) -> milliseconds; predicted_ms is the sum.
+        attention: role of a layer ("dense", "score" or "sparse") -> kernel, number of layers with this role,
+            milliseconds of one layer.
     """
 
     compiled: bool
@@ -78,13 +80,13 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
-        mesh: devices that share every layer.
-        limit_s: seconds for the compiler.
+        mesh: number of devices that share every layer.
+        limit_s: maximum seconds for the compiler.
         call: phase, batch, length, queries, attention, tile, query_tile, fraction, weights, cache (see
             `steps.model_step`).
 
     Raises:
-        ValueError: the chip has no mesh of this size, or `mesh` does not divide the model's KV heads.
+        ValueError: the chip has no mesh of this size, or the model cannot be divided among its devices.
     """
     if mesh not in MESHES[chip]:
         raise ValueError(f"--mesh {mesh} must be one of {', '.join(map(str, MESHES[chip]))} on {chip}")
@@ -125,7 +127,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
 
 
 def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
-    """Predict attention: role -> kernel, number of layers, milliseconds of one layer's call on one device."""
+    """Predict the time of attention: role -> kernel, number of layers, milliseconds of one layer on one device."""
     kernels = {}
     for role, layers in found.about["roles"].items():
         figures = found.about["calls"][role]
@@ -139,9 +141,9 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
     """Predict the milliseconds of all operations outside the attention kernels.
 
-    The result has two parts, "memory" and "computing beyond memory", which the module docstring explains. Operations of
-    the program's entry run once, those of the loop over layers once per layer. Operations of loops inside that loop,
-    such as tile selection's, are left out.
+    The result has two parts, "memory" and "computing beyond memory", which the module docstring explains. Operations in
+    the program's entry run once. Operations in the loop over layers run once per layer. Operations in loops inside the
+    loop over layers, such as the loops of tile selection, are left out.
     """
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
@@ -154,7 +156,7 @@ def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
 
 
 def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:
-    """Predict the milliseconds of communication.
+    """Predict the milliseconds of the exchanges between devices.
 
     In a ring of n devices, each device sends 2 (n - 1) / n of an all-reduce's bytes, and (n - 1) / n of the bytes of
     any other exchange. It sends in one direction, at half of LINK_BYTES_PER_S.
@@ -167,7 +169,7 @@ def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> fl
 
 
 def print_step(result: StepInspection) -> None:
-    """Print the result for people."""
+    """Print the result as a table, or the compiler's error."""
     from rich.console import Console
     from rich.table import Table
 

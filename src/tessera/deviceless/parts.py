@@ -1,7 +1,7 @@
-"""Parts of a layer as programs to compile for an absent TPU, each in the forms that a study compares.
+"""Parts of a layer as programs to compile for an absent TPU. A study compares several forms of each part.
 
-Each function that is named after a part returns (program, abstract arguments of the program). Its argument `form` picks
-how the program computes.
+Each function that is named after a part returns (program, abstract arguments of the program). Its argument `form`
+chooses how the program computes the part.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ ROTATIONS = MappingProxyType({"halves": layers.rotate_by_halves, "product": laye
 
 
 def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Return an abstract array."""
+    """Return an abstract array of this shape and dtype."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int = 2048) -> tuple[Callable, tuple]:
-    """Return the program of a layer's queries and keys: project, rotate, and transpose to [B,N,T,H] and [B,K,T,H].
+    """Return the program that makes a layer's queries [B,N,T,H] and keys [B,K,T,H]: project, rotate, transpose.
 
-    The forms are those of ROTATIONS, and "none", which leaves out the rotation: no form can be faster.
+    The form is a key of ROTATIONS, or "none". The form "none" leaves out the rotation, so no other form can be faster.
     """
     config = MODELS[model]
     width, size = config.hidden_size, config.head_dim
@@ -46,8 +46,8 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
 def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
     """Return the program of a layer's second half: norm, SwiGLU, down projection and residual sum.
 
-    The form "whole" computes all of this. The form "products" leaves out norm, SwiGLU and sum: no fused kernel can be
-    faster.
+    The form "whole" computes all of this. The form "products" leaves out norm, SwiGLU and sum, so no fused kernel can
+    be faster.
     """
     config = MODELS[model]
     width, wide = config.hidden_size, config.intermediate_size
@@ -65,10 +65,10 @@ def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Calla
 
 
 def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
-    """Return the program of a layer's norm, queries, keys and values.
+    """Return the program that computes a layer's norm, queries, keys and values.
 
-    The form "joined" computes one product, "products" three products without the norm, and any other form the norm and
-    three products.
+    The form "joined" computes the norm and one product. The form "products" computes three products without the norm.
+    Any other form computes the norm and three products.
     """
     config = MODELS[model]
     heads, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
@@ -90,7 +90,7 @@ def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Ca
 def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
     """Return the program of the up projection.
 
-    In the form "stored" the weight is [out,in], as in checkpoints; in any other form it is [in,out].
+    In the form "stored", the weight is [out,in], as in checkpoints. In any other form, it is [in,out].
     """
     config = MODELS[model]
     shape = (config.intermediate_size, config.hidden_size)
@@ -103,10 +103,17 @@ def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Cal
 
 
 def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
-    """Return (program, abstract arguments, about) of a product of `rows` rows with a 4-bit weight in groups.
+    """Return (program, abstract arguments, about) of a product of `rows` rows with a weight quantised to 4 bits.
 
-    The form "xla" leaves the product to XLA, and "bfloat16" has a weight in that dtype for comparison. Any other form
-    runs our kernel, `models.grouped`. Only then does `about` hold something: how often each named scope runs.
+    The form "xla" leaves the product to XLA. The form "bfloat16" has a bfloat16 weight, for comparison. Any other form
+    runs the Pallas kernel of `models.grouped`; `about` then states how often each named scope of the kernel runs, under
+    "executions". In the first two forms, `about` is empty.
+
+    Args:
+        form: how the program computes the product.
+        rows: number of rows of the other operand.
+        group: number of consecutive inputs that share a scale.
+        size: number of outputs and of inputs of the weight.
     """
     outputs, inputs = size
     x = of(rows, inputs)

@@ -1,9 +1,9 @@
-"""Compare the memory that the planner expects with the compiler's, for steps on a mesh that this machine lacks.
+"""Compare the memory that the planner expects with the memory that the compiler reports, for an absent mesh.
 
-The compiled steps run their layers under a scan, because unrolled layers compile for many minutes. A scan copies one
-layer's keys and values. On v7x it also copies the matrices of all layers, because the compiler changes their layout
-before the loop. The unrolled layers that `load` runs copy neither (LOG.md). `planned` counts both copies, so that it
-describes the same program as the compiler.
+The compiled steps run their layers under a scan, because unrolled layers take many minutes to compile. A scan copies
+one layer's keys and values. On v7x, it also copies the matrices of all layers, because the compiler changes their
+layout before the loop. The unrolled layers of a model from `tessera.load` make neither copy (LOG.md). `planned` counts
+both copies, so that the plan describes the program that is compiled.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ class Check:
 
     Attributes:
         call: the step, as arguments of `inspect_step`.
-        planned: bytes by part.
-        fits: whether the planner says that the step fits.
-        found: the compiler's memory, or its error.
+        planned: planned bytes, by part.
+        fits: whether the step fits in the device's memory, according to the planner.
+        found: the compiler's result.
     """
 
     call: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Check:
         return (self.planned.total - held) / held if self.found.compiled else None
 
     def line(self) -> str:
-        """Return one line with the planned memory and the compiler's."""
+        """Return one line with the planned memory and the compiled memory, or the compiler's error."""
         what = f"{self.call['attention']} {self.call['phase']}: planned {format_bytes(self.planned.total)}"
         if not self.found.compiled:
             return f"{what}; the compiler: {self.found.error}"
@@ -73,7 +73,7 @@ class Check:
 
 
 def require_compiler(q: Question) -> None:
-    """Raise ValueError if --compile does not support the question's chip, or its number of devices."""
+    """Raise ValueError if --compile does not support the question's chip or number of devices."""
     if q.chip not in MESHES:
         raise ValueError(f"--compile supports the chips {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
     if q.devices not in MESHES[q.chip]:
@@ -81,13 +81,13 @@ def require_compiler(q: Question) -> None:
         raise ValueError(f"--compile takes --devices of {sizes} on {q.chip}, not {q.devices}: drop --compile")
     if q.division.context > 1:
         raise ValueError(
-            f"--devices {q.devices} do not divide the model's {q.config.num_kv_heads} KV heads: drop --compile, which "
-            "supports no mesh with a context axis"
+            f"--devices {q.devices} does not divide the model's {q.config.num_kv_heads} KV heads: drop --compile, "
+            "which supports no mesh with a context axis"
         )
 
 
 def types_of(config: ModelConfig, call: Mapping[str, Any]) -> Types:
-    """Return the types of a step's weights and cache; a type that the call does not name is the model's dtype."""
+    """Return the types of a step's weights and cache; a type that the call does not state is the model's dtype."""
     given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
     return Types(**given, dtype=config.dtype)
 
@@ -111,7 +111,7 @@ def check_step(config: ModelConfig, model: str, chip: str, devices: int, *, limi
 
 
 def check(q: Question, model: str, *, limit_s: float) -> tuple[Check, ...]:
-    """Compile and compare two steps of this question: dense decode of one token, and Kascade prefill of one chunk."""
+    """Compile two steps and compare their memory with the plan: dense decode of a token, Kascade prefill of a chunk."""
     policy, length = q.policy, capacity_bucket(q.length)
     rows = min(q.chunk, round_up(q.length, policy.query_tile), length)
     call = {"batch": q.batch, "length": length, "queries": rows, "tile": policy.tile, "query_tile": policy.query_tile}

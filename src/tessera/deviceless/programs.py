@@ -1,4 +1,4 @@
-"""Programs to compile without a chip: attention calls as the model makes them, gradients, selection of key tiles."""
+"""Programs to compile without a chip: attention calls as the model makes them, gradients, and key tile selection."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
@@ -42,20 +42,20 @@ def check(
     platform: str,
     capability: str | None = None,
 ) -> None:
-    """Raise an error for a request that cannot compile, before a compiler starts.
+    """Check a request before a compiler starts.
 
     Raises:
         ValueError: the kernel runs on another platform or refuses the call, or `config` does not fit the kernel.
     """
     if kernel.platform not in ("any", platform):
         raise ValueError(
-            f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another kernel"
+            f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: use another kernel"
         )
     if not kernel.simulable:
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
         raise ValueError(
-            f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name} instead"
+            f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: use {ours.name} instead"
         )
     reason = kernel.refusal(spec, shapes, capability=capability)
     if reason is not None:
@@ -93,10 +93,12 @@ def attention_call(
     reads it.
 
     Args:
-        kernel, spec, shapes: the call.
-        config: block sizes; if not given, those that dispatch takes for the call.
+        kernel: name of the kernel.
+        spec, shapes: fields of the call's `AttentionSpec` and `Shapes`.
+        config: block sizes; None uses the sizes that dispatch chooses for the call.
         changes: fields of the config to replace.
-        token_major: whether q arrives as [B,T,N,H] instead, so that the program holds any transpose the kernel needs.
+        token_major: whether q arrives as [B,T,N,H] instead. The program then includes any transpose that the kernel
+            needs.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.refusal(spec, shapes)
@@ -169,7 +171,7 @@ def tpu_gradient_call(
 def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) for dq, dk and dv of a dense prefill on an NVIDIA GPU.
 
-    q and dq are token-major, [B,T,N,H]; K, V, dk and dv are head-major, as the cache is in `attention_call`.
+    q and dq are token-major, [B,T,N,H]; K, V, dk and dv are head-major, like the cache in `attention_call`.
     """
     spec, shapes = AttentionSpec(**spec), Shapes(**shapes)
     cut = gpu_backward.Cut(spec, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim, shapes.dtype)

@@ -47,7 +47,7 @@ def config_of(model: str) -> ModelConfig:
 def policy_of(
     model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
 ) -> Policy:
-    """Return Dense, or Kascade as the paper sets it up; see `roofline.recipe`."""
+    """Return the dense policy, or Kascade with the settings of its paper (see `roofline.recipe`)."""
     if attention == "dense":
         return Dense()
     return recipe(config, model, tile=tile, query_tile=query_tile, fraction=fraction)
@@ -71,9 +71,10 @@ def model_step(
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
 
-    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
-    are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them. `weights` and
-    `cache` name the types of matrices and cache, as they do for `load`.
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. If `stacked`,
+    the layers run under a scan, which compiles fast; otherwise they are unrolled, as in a model from `tessera.load`.
+    `weights` and `cache` are the types of the weight matrices and of the cache, with the same values as in
+    `tessera.load`.
     """
     config = config_of(model)
     mesh = build(MeshShape(len(devices), 1), devices)
@@ -105,9 +106,9 @@ def model_step(
 
 
 def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Shapes) -> dict[str, Any]:
-    """Return kernel, executions, flops and bytes of a role's attention call on one device.
+    """Return the kernel, executions of its scopes, flops and bytes of a role's attention call on one device.
 
-    Must run in the context of the device's mesh, since kernels ask jax for the chip.
+    Call this in the context of the device's mesh, because kernels ask jax for the chip.
     """
     spec = AttentionSpec(window=config.window)
     if isinstance(policy, Kascade):

@@ -1,17 +1,18 @@
-"""Compile for absent chips in a separate process, as a compiler may hang or crash and libtpu starts once per process.
+"""Compile for absent chips in a separate process: a compiler may hang or crash, and libtpu starts once per process.
 
-Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. Run as a
-file (`python -P worker.py`) it needs only jax and the compiler, so that other libraries' kernels can be compiled in
-environments without tessera. The caller sets the environment variables that the compilers read.
+The process reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard
+output. Run as a file (`python -P worker.py`), it needs only jax and the compiler. It can therefore compile the kernels
+of other libraries in environments without tessera. The caller sets the environment variables that the compilers read.
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
 "module:function" with JSON keyword arguments. The factory returns (function, abstract arguments), and optionally a
-mapping to send back in the reply, with keys such as "settings". A factory with a parameter `devices` gets the first
-devices of the topology, as many as the request says, and returns arguments with shardings.
+mapping to send back in the reply, with keys such as "settings". If the factory has a parameter `devices`, it gets the
+first devices of the topology, as many as the request says, and must return arguments with shardings.
 
-A request also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration and a
-file for the compiler's `report` on every kernel. The program's text goes to the folder `dump`. A TPU worker can answer
-only one request with a dump, since libtpu writes all schedules of a process to one folder.
+A request also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration. A "cuda"
+request also names the file `report` for the compiler's report on every kernel. The program's text goes to the folder
+`dump`. A TPU worker can answer only one request with a dump, because libtpu writes all schedules of a process to one
+folder.
 """
 
 import importlib.util
@@ -121,8 +122,8 @@ def find_tools() -> None:
 def reports(path: Path):
     """Context that writes ptxas' report and the disassembly of every kernel, and nothing else, to a file.
 
-    MOSAIC_GPU_DUMP_TO is unset first: with it the compiler prints every pass too, hundreds of megabytes for a large
-    kernel.
+    MOSAIC_GPU_DUMP_TO is unset first. Otherwise the compiler would also print the result of every pass: hundreds of
+    megabytes for a large kernel.
     """
     del os.environ[DUMP_TO]
     os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
@@ -137,7 +138,7 @@ def reports(path: Path):
 
 
 def on_chip(device, platform: str):
-    """Return a context in which code that asks jax for its device during tracing gets `device`."""
+    """Return a context in which code that asks jax for the device during tracing gets `device`."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -147,7 +148,7 @@ def on_chip(device, platform: str):
 
 
 def on_mesh(arguments):
-    """Return a context like `on_chip`'s for the mesh of the arguments' shardings; None if they have no mesh."""
+    """Return a context in which code that asks jax for the mesh gets the arguments' mesh; None if they have none."""
     import jax
 
     for leaf in jax.tree.leaves(arguments):
@@ -157,7 +158,7 @@ def on_mesh(arguments):
 
 
 def jit(function):
-    """Jit the function, unless it is jitted already (with its own donation or shardings)."""
+    """Return the jitted function; a function that is already jitted keeps its donated arguments and shardings."""
     import jax
 
     return function if hasattr(function, "trace") else jax.jit(function)
@@ -188,7 +189,7 @@ def build(request: dict, devices) -> tuple:
 
 
 def memory(compiled) -> dict:
-    """Return the program's main memory on one device, in bytes."""
+    """Return the bytes of main memory that the program uses on one device, by purpose."""
     found = compiled.memory_analysis()
     names = ("argument", "output", "temp", "alias", "generated_code")
     return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in names}

@@ -1,1 +1,1 @@
-"""`tessera serve`: an OpenAI-compatible HTTP server over one engine."""
+"""`tessera serve`: an OpenAI-compatible HTTP server for one engine or several replicas."""

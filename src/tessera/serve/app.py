@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's completions and chat completions, tokens, health, metrics, and a page to chat on."""
+"""The HTTP routes: OpenAI's completions and chat completions, tokenization, health, metrics, and a chat page."""
 
 import asyncio
 import json
@@ -45,9 +45,9 @@ class Site:
         model: model with its tokenizer.
         name: the model's name in the API.
         service: thread that runs the engine.
-        context: maximum tokens of one request, prompt and answer.
-        grammars: compiler of grammars for JSON answers; None if the model has no tokenizer with an end token.
-        encoding: the only thread that encodes; the tokenizer is not thread-safe.
+        context: maximum tokens of one request, prompt and answer together.
+        grammars: compiler of grammars for JSON answers; None if the model has no tokenizer or no end-of-sequence token.
+        encoding: the only thread that encodes text, because the tokenizer is not thread-safe.
         compiling: the only thread that compiles grammars.
         mail: carries events from the service's thread to the event loop.
     """
@@ -69,10 +69,10 @@ class Answer:
     Attributes:
         index: number of the choice in the response, from 0.
         policy: name of the attention policy that the choice runs under.
-        speech: splitter of its text into plain text and tool calls.
-        tokens: its tokens so far; None unless the response reports token probabilities.
-        job: its request in the service.
-        end: the engine's last event for it; None until it is complete.
+        speech: splitter of the choice's text into plain text and tool calls.
+        tokens: the choice's tokens so far; None unless the response reports token probabilities.
+        job: the choice's request in the service; None before it is submitted.
+        end: the engine's last event for the choice; None until the choice is complete.
     """
 
     index: int
@@ -84,7 +84,7 @@ class Answer:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events. `dropped` is called at the end, also if the client is gone before the first event."""
+    """Response of server-sent events. It calls `dropped` when it ends, even if the client leaves before any event."""
 
     def __init__(self, pieces: AsyncIterator[str], dropped: Callable[[], None]):
         super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -111,7 +111,9 @@ def create(site: Site) -> FastAPI:
     @app.exception_handler(405)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         # request.url would parse the Host header, which may be nonsense
-        response = refusal_response(Refusal(error.status_code, f"no route {request.method} {request['path']:.200}"))
+        response = refusal_response(
+            Refusal(error.status_code, f"no route {request.method} {request['path']:.200}: see /docs")
+        )
         response.headers.update(error.headers or {})  # Allow, of a 405
         return response
 
@@ -119,7 +121,7 @@ def create(site: Site) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
         _check_model(site, body.model)
-        # each prompt in a turn of its own: a request with 64 long prompts would hold the tokenizer for seconds
+        # one turn per prompt: otherwise a request with 64 long prompts would hold the tokenizer for seconds
         prompts = [
             await in_turn(request, site.encoding, _encode, site, prompt, f"prompt {index}")
             for index, prompt in enumerate(body.prompts)
@@ -203,7 +205,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _check_model(site: Site, name: str | None) -> None:
     if name is not None and name != site.name:
-        raise Refusal(404, f"model={name!r:.80} is not served here: ask for {site.name!r}", param="model")
+        raise Refusal(404, f"model={name!r:.80} is not served here: use {site.name!r}", param="model")
 
 
 def _tokenizer(site: Site):
@@ -213,9 +215,11 @@ def _tokenizer(site: Site):
 
 
 def _check_length(site: Site, text: str, param: str) -> None:
-    """Refuse a text that cannot fit the context before the tokenizer, which others wait for, spends seconds on it."""
+    """Refuse a text that cannot fit in the context; encoding it would take seconds while other requests wait."""
     if len(text) > (limit := site.context * CHARACTERS):
-        raise Refusal(400, f"{param} has {len(text):,} characters of at most {limit:,}: shorten it", param=param)
+        raise Refusal(
+            400, f"{param} has {len(text):,} characters, but may have at most {limit:,}: shorten it", param=param
+        )
 
 
 def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
@@ -243,14 +247,18 @@ def _render(site: Site, body: ChatBody) -> list[int]:
 
 
 async def _guide(request: Request, site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
-    """Compile the grammar that the request asks for; return None if it asks for none."""
+    """Compile the grammar that the request asks for, and return a function that makes a guide for each answer.
+
+    Return None if the request asks for no grammar.
+    """
     schema = body.wanted()
     if schema is None:
         return None
     if site.grammars is None:
         raise Refusal(
             400,
-            f"{site.name} has no tokenizer or no end-of-sequence token, which JSON and tool calls need: ask for text",
+            f"{site.name} has no tokenizer or no end-of-sequence token, but a JSON answer or a forced tool call needs "
+            "both: ask for plain text",
         )
     try:
         return await in_turn(request, site.compiling, site.grammars.json, schema)
@@ -265,9 +273,9 @@ def requests_of(
     guide: Callable[[], Guide] | None = None,
     tenant: str = "",
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ...
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ..., s + n - 1.
 
-    s is the body's seed; if the body has none, s is random.
+    s is the body's seed or, if the body has none, a random number.
 
     Raises:
         Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.
@@ -286,7 +294,7 @@ def requests_of(
             raise Refusal(
                 400,
                 f"the prompt has {len(prompt)} tokens, but prompt and answer may have at most {site.context} together: "
-                f"shorten the prompt by {min(limit, 1) - room} tokens",
+                f"shorten the prompt by at least {min(limit, 1) - room} tokens",
                 param="prompt",
             )
         one = Generate(
@@ -305,7 +313,7 @@ def requests_of(
 
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
-    """Submit a request's choices and return its response, whole or as a stream."""
+    """Submit the choices of a request and return the response, whole or as a stream."""
     asked = requests_of(site, body, prompts, await _guide(request, site, body), request.scope.get(TENANT, ""))
     chat = isinstance(body, ChatBody)
     logged, tools = body.ranks is not None, {}
@@ -410,7 +418,7 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
 
 
 def _drop(site: Site, answers: Sequence[Answer]) -> None:
-    """Cancel the choices that have not ended: the client went away, or another choice failed."""
+    """Cancel the choices that have not ended, because the client disconnected or another choice failed."""
     for answer in answers:
         if answer.end is None:
             site.service.cancel(answer.job)

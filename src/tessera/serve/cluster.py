@@ -1,12 +1,13 @@
-"""Replicas as Ray actors, on this machine or on the machines of a Ray cluster, and the server in front of them.
+"""Run replicas as Ray actors, on this machine or across a Ray cluster, and the server in front of the replicas.
 
-Ray places the processes, gives each its chips, and reports their end. Requests do not pass through Ray: each actor runs
-the server of `tessera serve` on a free port, and the front speaks HTTP with it. Ray Serve is not used: its proxy would
-be a second front, which knows neither the keys and deadlines of `front` nor which prompts share pages.
+Ray places the processes, assigns chips to each, and reports when one ends. Requests do not pass through Ray: each actor
+runs the server of `tessera serve` on a free port, and the front sends HTTP requests to that server. Ray Serve is not
+used: its proxy would be a second front that knows neither the API keys and deadlines of `front` nor which prompts share
+pages.
 
-Without RAY_ADDRESS, Ray runs in child processes of the server and ends with it. With RAY_ADDRESS ("auto" on a
-machine of the cluster), replicas are spread over the cluster. Its machines need the same Python environment, and the
-model at the same path.
+Without RAY_ADDRESS, Ray runs in child processes of the server and ends with the server. With RAY_ADDRESS ("auto" on a
+machine of the cluster), replicas are spread over the cluster. All machines of the cluster need the same Python
+environment, and the model at the same path.
 """
 
 import asyncio
@@ -28,23 +29,27 @@ from tessera.serve.replicas import Lost, Replicas
 logger = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"
-"""Environment variable that names a cluster, as for all of Ray's programs."""
+"""Environment variable that holds the cluster's address; all Ray programs read it."""
 TOKEN_MODE = "RAY_AUTH_MODE"
-"""Environment variable with "token" or "disabled": whether Ray's processes accept only peers that know its token."""
+"""Environment variable that is "token" if Ray's processes accept only peers that know its token, else "disabled"."""
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
-"""Bytes of Ray's object store on this machine: its minimum is 75 MiB, and replicas put nothing there."""
+"""Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""
 CHIPS = ("GPU", "TPU")
-"""Ray's names of accelerators."""
+"""Ray's resource names for accelerators."""
 
 
 class Actor:
     """Process of one replica: an engine and its HTTP server."""
 
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
-        """Load a model, serve it on a free port of `host` on a thread, and return the URL.
+        """Load a model, serve it from a thread, and return the server's URL.
 
-        The server accepts the clients' `keys`, each of which is a tenant, and `own`, the front's key.
+        Args:
+            build: function that takes the API keys, loads the model and starts the engine's thread.
+            keys: API keys of clients, one per tenant.
+            own: API key that the front uses.
+            host: address to listen on, with a free port; "" means this machine's address in the cluster.
 
         Raises:
             ValueError, MemoryError, OSError: the model cannot be served.
@@ -53,32 +58,33 @@ class Actor:
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("tessera").setLevel(logging.INFO)
-        logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the front logs every request
+        logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the server in front logs every request
         site = build(keys or (own,))
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
-        bound.listen()  # from here on connections wait; refused ones would count as a lost replica
+        bound.listen()  # from now on connections wait; a refused one would count as a lost replica
         running = server.Server(server.configured(create(site), (*keys, own)), site.service)
         threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
         return server.address(bound)
 
 
 class Cluster:
-    """The `Launcher` that uses Ray.
+    """The `replicas.Launcher` that uses Ray.
 
     Args:
-        build: loads the model and starts the engine's thread, in the replica's process; it takes the API keys.
-        keys: API keys of clients; if there are none, every request is accepted.
+        build: function that takes the API keys, loads the model and starts the engine's thread. It runs in each
+            replica's process.
+        keys: API keys of clients; if there are none, requests need no key.
         count: number of replicas.
-        chips: devices that each replica uses, if the machines have accelerators.
+        chips: number of GPUs or TPU chips per replica; ignored if no machine has any.
 
     Raises:
         ValueError: the machines have too few chips.
-        OSError: RAY_ADDRESS names no cluster.
+        OSError: RAY_ADDRESS names no running cluster.
     """
 
     def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
         self._host = join()
-        import ray  # not at the top: Ray is optional, and takes half a second
+        import ray  # not at the top: Ray is optional, and its import takes half a second
 
         self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
         self._chips = places(ray.nodes(), count, chips)
@@ -96,7 +102,7 @@ class Cluster:
         try:
             return await actor.start.remote(self._build, self.keys, self.key, self._host)
         except RayActorError as error:
-            raise Lost("its process ended while it loaded the model") from error
+            raise Lost("its process ended while loading the model") from error
         except RayTaskError as error:
             raise error.cause from None
 
@@ -111,46 +117,46 @@ class Cluster:
             self._ray.kill(self._actors.popitem()[1])
 
     def shut_down(self) -> None:
-        """End all processes of replicas, then end the Ray that `join` started, or leave the cluster."""
+        """End all processes of replicas. Then end Ray if `join` started it, or else leave the cluster."""
         self.close()
         self._ray.shutdown()
 
 
 def join() -> str:
-    """Join the cluster that RAY_ADDRESS names, or start Ray here.
+    """Join the cluster that RAY_ADDRESS names; if it is not set or is "local", start Ray on this machine.
 
     Returns:
-        the address at which replicas listen; "" if each listens at the address of its own machine.
+        the address on which replicas listen; "" if each listens on the address of the machine that runs it.
 
     Raises:
-        OSError: there is no cluster at this address, or it has no token.
+        OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
-    # Ray requires its token by default only on one machine. A cluster without one runs code for all who reach it.
+    # By default, a cluster made by `ray start` has no token, and then runs code for everyone who can reach it.
     os.environ.setdefault(TOKEN_MODE, "token")
     import ray
     from ray.exceptions import AuthenticationError
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its makers
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     if os.environ.get(ADDRESS, "local") == "local":
-        os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 starves replicas wherever anything else computes
+        os.environ["RAY_worker_niceness"] = "0"  # Ray's default, 15, starves replicas when other programs are busy
         ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return LOOPBACK
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
-        raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: start it with ray start") from error
+        raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: run `ray start` first") from error
     except AuthenticationError as error:
         raise OSError(
-            f"this machine has no token for the cluster at {ADDRESS}={os.environ[ADDRESS]}, or another one: run "
-            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to all and start Ray again; "
-            f"{TOKEN_MODE}=disabled joins a cluster that runs code for everyone who can reach it"
+            f"this machine has no token for the cluster at {ADDRESS}={os.environ[ADDRESS]}, or the wrong one: run "
+            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray with "
+            f"{TOKEN_MODE}=token; {TOKEN_MODE}=disabled joins a cluster that runs code for everyone who can reach it"
         ) from error
     return ""
 
 
 def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
-    """Return Ray's options that give each replica its chips: none if no machine has an accelerator.
+    """Return the Ray options that give a replica its chips; {} if no machine has an accelerator.
 
     Args:
         nodes: the machines, as `ray.nodes` lists them.
@@ -169,15 +175,15 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
         held = ", ".join(str(int(resources.get(kind, 0))) for resources in present)
         raise ValueError(
             f"--replicas {count} with {chips} chips each needs {count * chips} chips, but the machines have {held} "
-            f"{kind}s, enough for {room} replicas: name fewer --replicas, or a smaller --mesh"
+            f"{kind}s, enough for {room} replicas: use fewer --replicas, or a smaller --mesh"
         )
     return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
 
 
 def node_of(index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of the machine for replica `index`, in turn over those that run; None if none runs.
+    """Return the node id of the machine that runs replica `index`: the machines take turns. None if none is alive.
 
-    Ray's strategy SPREAD only counts resources, and replicas without chips take none: it put all on one machine.
+    Ray's strategy SPREAD balances resources. Replicas without chips use none, so Ray would put all on one machine.
     """
     present = sorted(node["NodeID"] for node in nodes if node["Alive"])
     return present[index % len(present)] if present else None
@@ -192,16 +198,16 @@ def run(
     margin: int,
     bound: socket.socket,
 ) -> None:
-    """Serve on a socket from `server.listen` with several replicas, until SIGTERM or Ctrl-C.
+    """Serve on a socket from `server.listen` with several replicas until SIGTERM or Ctrl-C.
 
-    SIGHUP restarts the replicas one after the other.
+    SIGHUP restarts the replicas, one after another.
 
     Args:
         launcher: starts and ends the replicas' processes.
         tokenizer: the model's tokenizer; with None, a text prompt goes to any replica.
         name: the model's name in the log.
         count: number of replicas.
-        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
+        margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
         bound: the socket.
 
     Raises:

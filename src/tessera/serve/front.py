@@ -1,4 +1,4 @@
-"""ASGI middleware before every route: check the API key, limit the body, set a request id, log one line."""
+"""ASGI middleware for all routes: checks API keys, limits bodies, and gives each request an id and a log line."""
 
 import asyncio
 import hashlib
@@ -17,11 +17,12 @@ from tessera.serve.protocol import Refusal
 logger = logging.getLogger(__name__)
 
 BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 20
-"""A body may take this many seconds, and another one for each so many bytes that have arrived."""
+"""A body must arrive within `BODY_S` seconds, plus one second per `BODY_BYTES_PER_S` bytes that have arrived."""
 MAX_BODY = 32 << 20
 """Maximum bytes of a request's body."""
 MAX_BODIES, SMALL_BODY = 256 << 20, 64 << 10
-"""Maximum bytes of all bodies that are being read or answered, and of a body that is taken even then."""
+"""`MAX_BODIES` is the maximum bytes of all bodies that are being read or answered. Beyond it, the server still accepts
+a body of at most `SMALL_BODY` bytes."""
 DISCARD_S = 1.0
 """Maximum seconds for which the server reads on after it has refused a request."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -32,7 +33,7 @@ LOCAL = re.compile(rb"(?i)(https?://)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?
 """Values of the headers Host and Origin that name this machine."""
 
 TENANT = "tessera.tenant"
-"""Key of a request's ASGI scope that holds the tenant."""
+"""Key in a request's ASGI scope under which the name of its tenant is stored."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,19 +41,20 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Front:
-    """ASGI middleware that checks the API key and the body of every request, and logs one line.
+    """ASGI middleware that checks the API key and the body of every request, and logs one line per request.
 
     Args:
-        app: application that gets the requests that pass.
-        keys: accepted API keys; if there are none, every request is accepted.
+        app: application that gets the accepted requests.
+        keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
+            must name this machine.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
         self.app, self.keys = app, tuple(key.encode() for key in keys)
-        self.held = 0  # bytes of all bodies
+        self.held = 0  # bytes of all bodies that are being read or answered
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request and its whole body to the application, or refuse it with status 401, 408 or 413."""
+        """Pass a request with its whole body to the application, or refuse it (400, 401, 403, 408, 413 or 429)."""
         headers, began = dict(scope["headers"]), time.monotonic()
         id, status = headers.get(b"x-request-id", b"")[:64].strip() or uuid4().hex.encode(), 499
         held = 0
@@ -69,14 +71,14 @@ class Front:
                 _check_local(headers)
             scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
             if b"content-length" in headers and b"transfer-encoding" in headers:
-                # a proxy may believe the one, and this server the other: what follows could be another's request
-                raise Refusal(400, "content-length and transfer-encoding exclude each other: send one")
+                # a proxy may obey one and this server the other: the bytes that follow could be another request
+                raise Refusal(400, "the headers content-length and transfer-encoding cannot be combined: send one")
             body = bytearray()
             async for piece in _body(headers, receive):
                 body += piece
                 held, self.held = held + len(piece), self.held + len(piece)
                 if held > SMALL_BODY and self.held > MAX_BODIES:
-                    raise Refusal(429, "the server reads too many large bodies: try again", retry_s=5)
+                    raise Refusal(429, "the server holds too many large bodies: try again later", retry_s=5)
             given = [{"type": "http.request", "body": bytes(body), "more_body": False}]
             del body
 
@@ -94,7 +96,7 @@ class Front:
         logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
 
     def _tenant(self, path: str, given: bytes) -> str:
-        """Check the API key and return its tenant."""
+        """Check the API key and return its tenant; "" if the path or the server needs no key."""
         if not self.keys or path in OPEN_PATHS:
             return ""
         kind, _, own = given.partition(b" ")
@@ -106,17 +108,17 @@ class Front:
 
 
 def _check_local(headers: dict[bytes, bytes]) -> None:
-    """Refuse requests that a stranger's web page makes from a browser on this machine.
+    """Refuse a request that another site's web page sends from a browser on this machine.
 
-    Such a page may send requests here and, once its own name leads here (DNS rebinding), read the answers too. Only
-    browsers send Origin.
+    Otherwise the page could send requests to this server and, once the page's domain name resolves to this machine (DNS
+    rebinding), read the answers. Only browsers send the header Origin.
     """
     for name in (b"host", b"origin"):
         if (given := headers.get(name)) and not LOCAL.fullmatch(given.strip()):
             raise Refusal(
                 403,
-                f"the header {name.decode()} names another machine, and a server without API keys answers only its "
-                "own: start it with --api-key-file, or send 'Host: localhost'",
+                f"the header {name.decode()} names another machine, but a server without API keys accepts only its own "
+                "name: start it with --api-key-file, or send the request to localhost",
             )
 
 
@@ -126,7 +128,12 @@ def tenant_of(key: str) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body; raise Refusal if it is too large or too slow."""
+    """Yield the pieces of a body.
+
+    Raises:
+        Refusal: the body is too large or arrives too slowly.
+        ConnectionError: the client disconnected before the body was complete.
+    """
     too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:
@@ -147,10 +154,10 @@ async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[
 
 
 async def _refuse(send: Send, receive: Receive, refusal: Refusal) -> None:
-    """Send the refusal and read on for a short time before the connection closes.
+    """Send the refusal, and keep reading for a short time before the connection closes.
 
-    If the server closed while the client still sends, TCP would reset the connection and the client would lose the
-    response.
+    If the server closed the connection while the client was still sending, the client would get a TCP reset and lose
+    the response.
     """
     body = json.dumps(refusal.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

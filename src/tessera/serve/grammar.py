@@ -1,6 +1,6 @@
 """Restrict answers to JSON that follows a given schema: llguidance says which tokens may come next.
 
-Limits bound the time that a client's schema may cost. A grammar that exceeds them fails only its own request.
+Limits bound the time that a client's schema may cost. A schema that exceeds them fails only its own request.
 """
 
 import json
@@ -28,11 +28,11 @@ server relies on them."""
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
 SCHEMA_CHARACTERS = 1 << 16
-"""Maximum characters of a schema. llguidance takes seconds for some that are larger."""
+"""Maximum characters of a schema. For some larger schemas, llguidance takes seconds."""
 COMPILE_S = 2.0
-"""Maximum seconds to compile a schema; usual ones take milliseconds."""
+"""Maximum seconds to compile a schema; most schemas take milliseconds."""
 READY_S = 60.0
-"""Maximum seconds until the worker is ready. Its start takes 0.3 s on an idle machine."""
+"""Maximum seconds until the worker process is ready. It starts in 0.3 s on an idle machine."""
 
 
 class Grammars:
@@ -40,8 +40,8 @@ class Grammars:
 
     Args:
         tokenizer: the model's tokenizer.
-        vocab_size: logits per step; ids that the tokenizer lacks are never allowed.
-        eos_ids: ids that end an answer.
+        vocab_size: number of logits per step; token ids that the tokenizer lacks are never allowed.
+        eos_ids: ids of the end-of-sequence tokens.
 
     Raises:
         ValueError: llguidance cannot read the tokenizer.
@@ -59,33 +59,33 @@ class Grammars:
         weakref.finalize(self, _close, self._worker, folder)
 
     def json(self, schema: Mapping[str, Any]) -> Callable[[], Guide]:
-        """Return a function that makes a guide for one answer, which then follows the schema.
+        """Return a function that makes a new `Guide` for each answer; the guide makes the answer follow the schema.
 
         The schema {"type": "object"} allows any object.
 
         Raises:
-            ValueError: the schema is wrong, unsupported, too large or takes too long to compile.
+            ValueError: the schema is wrong, unsupported or too large, or takes too long to compile.
         """
         text = json.dumps(schema)
         if len(text) > SCHEMA_CHARACTERS:
             raise ValueError(
-                f"the schema has {len(text):,} characters of at most {SCHEMA_CHARACTERS:,}: describe fewer alternatives"
+                f"the schema has {len(text):,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
             )
         matcher = llguidance.LLMatcher(self._tokenizer, self._tried(text), log_level=0, limits=self._limits)
         _check(matcher)
         return lambda: Following(matcher.deep_copy())
 
     def _tried(self, schema: str) -> str:
-        """Return the schema's grammar, which the worker has compiled without harm."""
+        """Return the schema's grammar after the worker process has compiled it within the limits."""
         asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "schema": schema, "limit_s": COMPILE_S}
         with self._lock:
             try:
                 reply = self._worker.ask(asked, COMPILE_S)
             except Ended as ended:
                 reason = f"it takes over {COMPILE_S:g} s to compile" if ended.late else "its references are too deep"
-                raise ValueError(f"the grammar fails: {reason}") from ended
+                raise ValueError(f"the schema is refused, because {reason}: simplify it") from ended
         if "error" in reply:
-            raise ValueError(f"the grammar fails: {reply['error'][:300]}")
+            raise ValueError(f"llguidance refuses the schema: {reply['error'][:300]}")
         return reply["grammar"]
 
 
@@ -95,23 +95,23 @@ def _close(worker: Worker, folder: tempfile.TemporaryDirectory) -> None:
 
 
 class Following:
-    """Guide (`requests.Guide`) that allows only tokens with which the answer still follows the grammar."""
+    """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return, for each token id, whether the grammar allows it next."""
+        """Return, for each token id, whether the grammar allows the token next."""
         mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
         _check(self._matcher)
         return mask
 
     def push(self, token: int) -> None:
-        """Advance the grammar by the generated token."""
+        """Advance the grammar by one generated token."""
         self._matcher.consume_token(token)
         _check(self._matcher)
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise ValueError(f"the grammar fails: {matcher.get_error()[:300]}")
+        raise ValueError(f"llguidance refuses the schema: {matcher.get_error()[:300]}")

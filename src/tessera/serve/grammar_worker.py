@@ -1,8 +1,9 @@
 """Compile JSON schemas in a separate process, because a small schema may crash llguidance or keep it busy for minutes.
 
-Reads JSON requests {"tokenizer", "vocab_size", "eos_ids", "limits", "overrides", "schema", "limit_s"} from standard
-input, one per line, and answers each with a line of JSON on standard output: {"grammar"} or {"error"}. `tokenizer` is
-the path of a tokenizer.json. The process runs this file directly and imports only llguidance and the standard library.
+The process reads one JSON request per line from standard input, with the fields "tokenizer" (path of a tokenizer.json),
+"vocab_size", "eos_ids", "limits", "overrides", "schema" and "limit_s". It answers each with a line of JSON on standard
+output, with the field "grammar" or "error". It runs this file directly and imports only llguidance and the standard
+library.
 """
 
 import json
@@ -19,7 +20,8 @@ import llguidance
 MEMORY_BYTES = 2 << 30
 """Maximum bytes of this process's address space."""
 STACK_BYTES = 1 << 20
-"""Stack of the thread that compiles: an eighth of the server's, so that what passes here cannot overflow it there."""
+"""Stack size of the compiling thread: an eighth of the server's. A schema that compiles here cannot overflow the
+server's stack."""
 
 
 def main() -> int:
@@ -36,7 +38,7 @@ def main() -> int:
 
 
 def answer() -> None:
-    """Compile each schema."""
+    """Print "ready"; then compile the schema of each request and print the reply."""
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -51,14 +53,14 @@ def answer() -> None:
 
 @cache
 def tokenizer_of(path: str, vocab_size: int, eos_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
-    """Read a tokenizer once."""
+    """Return the tokenizer that a file holds; read each file only once."""
     return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(eos_ids))
 
 
 def compiled(
     tokenizer: str, vocab_size: int, eos_ids: list[int], limits: dict[str, int], overrides: dict[str, bool], schema: str
 ) -> dict[str, str]:
-    """Return the schema's grammar, or what is wrong with it."""
+    """Compile a schema; return {"grammar": the grammar}, or {"error": what is wrong} if llguidance refuses it."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
     reader = tokenizer_of(tokenizer, vocab_size, tuple(eos_ids))
     matcher = llguidance.LLMatcher(reader, grammar, log_level=0, limits=llguidance.LLParserLimits(**limits))

@@ -1,7 +1,7 @@
-"""A load client: sends completions to a server at random times and measures what its users would.
+"""A load client: sends completion requests to a server at random times and measures the latencies that users see.
 
 Arrivals are a Poisson process (open loop): a slow server does not slow the clients down, so queueing shows. Latencies
-are taken between pieces of text, as a user sees them:
+are measured between pieces of text:
 
     ttft        time of the first piece - time when the request was sent
     itl         time of a piece - time of the piece before it
@@ -36,10 +36,10 @@ class Load:
     Attributes:
         rate: mean requests per second; inf sends all at once.
         requests: number of requests.
-        clients: requests that may be open at a time; None for no limit. With a limit and rate inf, each
-            new request waits until an earlier one has ended (closed loop).
+        clients: maximum number of open requests; None sets no limit. With a limit and rate inf, each new request waits
+            until an earlier one has ended (closed loop).
         prompt_tokens: tokens per prompt.
-        shared_tokens: tokens at the start of a prompt that all prompts share.
+        shared_tokens: number of leading tokens that all prompts share.
         new_tokens: tokens per answer.
         seed: seed of arrival times and prompts.
         limit_s: seconds without a byte from the server after which a request counts as failed.
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(eq=False)
 class Outcome:
-    """Result of one request: its text, seconds from sending it to each piece of text, token counts, or the error."""
+    """Result of one request: text, seconds from sending the request to each piece of text, usage, and any error."""
 
     text: str = ""
     pieces_s: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def arrivals(load: Load) -> list[float]:
-    """Return the seconds at which requests are sent."""
+    """Return when to send each request, in seconds after the start."""
     rng, at, found = random.Random(load.seed), 0.0, []
     for _ in range(load.requests):
         found.append(at)
@@ -75,7 +75,7 @@ def arrivals(load: Load) -> list[float]:
 
 
 def prompts(load: Load, tokens: Sequence[int]) -> list[list[int]]:
-    """Return the prompts: one shared beginning, then random runs of `tokens`."""
+    """Return the prompts, made of random runs of `tokens`; all prompts start with the same `shared_tokens` tokens."""
     rng = random.Random(load.seed + 1)
 
     def draw(count: int) -> list[int]:
@@ -97,11 +97,11 @@ async def run(
     Args:
         url: the server's address, such as http://127.0.0.1:8000.
         load: what to send.
-        key: API key.
-        progress: called after each request.
+        key: API key; None sends no key.
+        progress: called with each outcome as soon as its request has ended.
 
     Raises:
-        ValueError: the server does not answer, or has no /tokenize.
+        ValueError: the server does not answer, or refuses /tokenize.
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.clients or 100)
@@ -123,13 +123,13 @@ async def run(
 
 
 async def tokens_of(client: httpx2.AsyncClient, url: str) -> list[int]:
-    """Return the server's tokens of TEXT; raise ValueError if the server does not answer, or has no /tokenize."""
+    """Return the server's tokens of TEXT; raise ValueError if the server does not answer, or refuses /tokenize."""
     try:
         found = await client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
     except httpx2.HTTPError as error:
-        raise ValueError(f"{url} does not answer ({error}): start `tessera serve`, or name another URL") from error
+        raise ValueError(f"{url} does not answer ({error}): start `tessera serve`, or use another URL") from error
     if found.status_code != 200:
-        raise ValueError(f"{url}/tokenize answers {found.status_code}: {found.text[:200]}")
+        raise ValueError(f"{url}/tokenize answered with status {found.status_code}: {found.text[:200]}")
     return found.json()["tokens"]
 
 
@@ -140,7 +140,10 @@ async def ask(
     headers: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Stream one completion, greedy unless the options (other fields of the request) say otherwise."""
+    """Stream one completion and return its outcome.
+
+    `options` are further fields of the request's body. Without a temperature among them, decoding is greedy.
+    """
     body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "stream": True} | options
     outcome, began = Outcome(), time.perf_counter()
     try:
@@ -174,7 +177,7 @@ def summary(
 ) -> dict[str, Any]:
     """Summarise a run of `seconds` as JSON data: counts, tokens per second, and percentiles of ttft and itl in seconds.
 
-    If a limit `ttft_s` or `itl_s` (seconds) is given, add the goodput.
+    Include the goodput if at least one of its limits, `ttft_s` and `itl_s` (seconds), is given.
     """
     good = [outcome for outcome in outcomes if outcome.error is None]
     ttft = [outcome.pieces_s[0] for outcome in good if outcome.pieces_s]

@@ -1,4 +1,4 @@
-"""Calls from another thread that an event loop runs, several per wake-up."""
+"""Let one thread post calls to an event loop, which runs several of them per wake-up."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ from contextlib import suppress
 class Mail:
     """A box for calls that one thread posts to an event loop.
 
-    Waking a loop takes a system call, so calls that arrive before the loop has emptied the box share one.
+    Waking a loop takes a system call, so calls that arrive before the loop has emptied the box share one wake-up.
     """
 
     def __init__(self):
@@ -19,7 +19,7 @@ class Mail:
 
     def post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
         """Make the loop run `call`, which must not raise, after all calls posted before; a closed loop drops them."""
-        if loop is not self._loop:  # the server was started again: nobody waits for the old loop's calls
+        if loop is not self._loop:  # the server has been restarted: nobody waits for the old loop's calls
             self._calls, self._loop, self._woken = deque(), loop, False
         self._calls.append(call)
         if not self._woken:

@@ -1,7 +1,7 @@
-"""The page at /: a chat with the model, and a live picture of the server from its /metrics.
+"""The page at /: a chat with the model, and a live view of the server's metrics.
 
-The page is one file without outside assets. Its Content-Security-Policy allows its own script and style, by their
-hashes, and requests to this server; so the browser runs nothing else, whatever a model writes.
+The page is one file that loads no other assets. Its Content-Security-Policy allows only its own script and style (by
+hash), data: images and requests to this server. The browser therefore runs no script that a model writes.
 """
 
 import re
@@ -33,6 +33,6 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return the policy's source expression that allows the page's only inline element `tag`."""
+    """Return the CSP source expression that allows the page's only <`tag`> element."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"

@@ -1,8 +1,8 @@
-"""Bodies of the OpenAI API's requests, as far as the server supports them; `replies` builds the responses.
+"""Request bodies of the OpenAI API, with the fields that the server supports; `replies` builds the responses.
 
-Source: the OpenAI API reference (completions, chat completions, models). A field that a schema lacks is refused by
-name, because a client that sets it expects an effect. `top_k`, `min_p` and `repetition_penalty` are extensions, under
-vLLM's names.
+Source: the OpenAI API reference (completions, chat completions, models). The server refuses a request with an unknown
+field and names the field, because a client that sets a field expects it to have an effect. `top_k`, `min_p` and
+`repetition_penalty` extend OpenAI's API, under the names that vLLM uses.
 """
 
 import json
@@ -24,20 +24,21 @@ MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHARACTERS = 128
-"""Characters of the longest tokens of usual vocabularies, which are runs of spaces."""
+"""Length in characters of the longest token in common vocabularies: a run of spaces."""
 MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
-"""Maximum commas and colons of a body, those of its texts included. The parser holds the interpreter, and with it every
-other request, for about a microsecond per value and ten per object."""
+"""Maximum number of commas, and of colons, in a request's body, including those inside strings. Parsing takes about
+1 us per value and 10 us per object, and holds the GIL: all other requests wait."""
 MAX_ERRORS = 1000
-"""Maximum wrong values whose report is read: that of a million takes seconds."""
+"""Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
-"""Maximum new tokens of a chat that sets no limit, if the model's generation_config.json sets none either. The limit
-keeps short chats dense: a plan's cross-over counts the new tokens that a request may have."""
+"""Maximum new tokens of a chat completion if neither the request nor the model's generation_config.json sets a limit.
+A low limit keeps short chats dense: a request runs sparse if its prompt and its maximum new tokens together exceed the
+plan's cross-over."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
 SHORT = Repr(maxstring=80, maxother=80, maxlong=80)
-"""Writer of wrong values: the whole text of a large one would take seconds."""
+"""Formatter that abbreviates wrong values in error messages. Formatting a large value in full would take seconds."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
@@ -48,7 +49,7 @@ Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
 
 class Schema(BaseModel):
-    """A JSON object without unknown fields. Values are never converted: the text "1" is refused for a number."""
+    """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -74,7 +75,7 @@ class ResponseFormat(Schema):
             raise Refusal(
                 400,
                 f"response_format.type={self.type}: the type json_schema needs a field json_schema, and no other type "
-                "takes one",
+                "allows one; change the type or the field",
                 param="response_format",
             )
         if self.type == "text":
@@ -128,12 +129,12 @@ class SamplingFields(Schema):
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompt first."""
+        """Whether the answer starts with the prompt."""
         return False
 
     @property
     def schema_field(self) -> str:
-        """Name of the field that `wanted` takes its schema from."""
+        """Name of the request's field from which `wanted` takes the schema."""
         return "response_format"
 
     def wanted(self) -> dict[str, Any] | None:
@@ -164,25 +165,25 @@ class CompletionBody(SamplingFields):
     def limit(self) -> int:
         """Maximum number of new tokens; with `echo`, it may be 0."""
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal(400, "max_tokens=0 must be at least 1, or come with echo=true", param="max_tokens")
+            raise Refusal(400, "max_tokens=0 needs echo=true: set echo, or a larger max_tokens", param="max_tokens")
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompt first, with its probabilities if `logprobs` asks for them."""
+        """Whether the answer starts with the prompt and, with `logprobs`, with the prompt's token probabilities."""
         if self.echo and self.stream:
             raise Refusal(400, "echo=true: a stream cannot repeat the prompt; set stream=false", param="echo")
         return bool(self.echo)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several, as texts or token ids."""
+        """The request's prompts, all as text or all as token ids."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else self.prompt
 
 
 class TextPart(Schema):
-    """A part of a message's content."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -244,7 +245,7 @@ class Message(Schema):
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
         if self.content is None and not self.tool_calls:
-            raise Refusal(400, f"a message of role {self.role} has no content: give it a text", param="messages")
+            raise Refusal(400, f"a message of role {self.role} has no content: add some text", param="messages")
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
@@ -281,33 +282,33 @@ class ChatBody(SamplingFields):
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     @property
     def schema_field(self) -> str:
-        """Name of the field that `wanted` takes its schema from."""
+        """Name of the request's field from which `wanted` takes the schema."""
         return "tools" if self.forced else super().schema_field
 
     def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema of a forced call, else that of `response_format`; None if any text is allowed."""
+        """Return the JSON schema of a forced tool call, or else of `response_format`; None if any text is allowed."""
         if not self.forced:
             return super().wanted()
         if self.response_format is not None:
             raise Refusal(
-                400, "response_format and a forced tool_choice exclude each other: set one", param="response_format"
+                400, "response_format and a forced tool call cannot be combined: drop one", param="response_format"
             )
         name = None if self.tool_choice == "required" else self.tool_choice.function.name
         names = [tool["function"]["name"] for tool in self.offered]
         if not names or name not in (None, *names):
             raise Refusal(
-                400, f"tool_choice={name or 'required'} needs a tool to call: add it to tools", param="tool_choice"
+                400, f"tool_choice={name or 'required'} needs a matching tool: add it to tools", param="tool_choice"
             )
         return call_schema(self.offered, name)
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens: `max_completion_tokens`, else its old name, `max_tokens`."""
+        """Maximum number of new tokens: `max_completion_tokens`, or the older `max_tokens`; None if neither is set."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -329,7 +330,8 @@ class DetokenizeBody(Schema):
 class Refusal(Exception):
     """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
 
-    `param` names the body's wrong field. After `retry_s` seconds (header Retry-After), the client may try again.
+    `param` is the name of the wrong field in the body. `retry_s` becomes the header Retry-After: the seconds after
+    which the client may try again.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
@@ -344,14 +346,20 @@ class Refusal(Exception):
 
 
 def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
-    """Parse a request's body; raise Refusal with the field's name, its value and what it must be."""
+    """Parse a request's body.
+
+    Raises:
+        Refusal: the body is too large or wrong. The message names a wrong field, its value and what the value must be.
+    """
     if raw.count(b",") > MAX_VALUES or raw.count(b":") > MAX_FIELDS:
-        raise Refusal(413, f"the body has over {MAX_VALUES:,} values or {MAX_FIELDS:,} fields: send fewer")
+        raise Refusal(413, f"the body has over {MAX_VALUES:,} commas or {MAX_FIELDS:,} colons: send a smaller one")
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:
-            raise Refusal(400, f"the body has {error.error_count():,} wrong fields or values") from None
+            raise Refusal(
+                400, f"the body has {error.error_count():,} wrong fields or values: see /docs for its schema"
+            ) from None
         # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
         errors = error.errors(include_url=False, include_context=False)
         found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
@@ -366,7 +374,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
 
 
 def _is_type(part: str | int) -> bool:
-    """Return whether a part of an error's location names an alternative of a union and not a field."""
+    """Return whether a part of an error's location names an alternative of a union rather than a field."""
     if not isinstance(part, str) or part.isdigit():
         return False
     return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()
@@ -377,5 +385,5 @@ def _json(call: ToolCall) -> Any:
         return json.loads(call.function.arguments)
     except (ValueError, RecursionError):
         raise Refusal(
-            400, f"the arguments of the tool call {call.function.name} are not JSON text", param="messages"
+            400, f"the arguments of the tool call {call.function.name} are not JSON: send JSON text", param="messages"
         ) from None

@@ -1,7 +1,7 @@
-"""The front of several replicas: an ASGI application that passes each request to one of them, and its answer back.
+"""The front of several replicas: an ASGI application that sends each request to a replica and returns the answer.
 
-If a replica is lost, full or still warming up, the front sends the request to another one. A stream that has begun ends
-with an error event instead, because its client already has part of the answer.
+If the replica is lost, full or still warming up, the front sends the request to another one. But if a stream has begun,
+it ends with an error event, because the client already has part of the answer.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from tessera.serve.summed import summed
 from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
-"""Route -> body, for the routes whose prompt decides which replica answers; any replica answers the other routes."""
+"""Route -> schema of its body, for the routes whose prompt decides which replica answers. Any replica can answer other
+routes."""
 OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "x-request-id"})
 """Headers of a replica's answer that the front sets itself."""
 BUSY = (429, 503)
 """Statuses with which a replica declines a request; another replica may have room."""
 MAX_LOST = 2
-"""Replicas that may be lost with a request before it fails: it may be what ends them, and must not end all."""
+"""Number of lost replicas after which a request fails: the request may have crashed them, and must not crash others."""
 
 
 class Relay:
@@ -36,7 +37,7 @@ class Relay:
     Args:
         replicas: the replicas.
         tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
-        margin: how many more open requests than another replica the preferred one may have (`routing.choose`).
+        margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
@@ -44,7 +45,7 @@ class Relay:
         self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request whose body is one message (see `Front`); stop at once if its client disconnects."""
+        """Answer a request whose body is one message (see `Front`); stop at once if the client disconnects."""
         body, complete = (await receive()).get("body", b""), False
 
         async def passed(message: Message) -> None:
@@ -94,11 +95,11 @@ class Relay:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Message, body: bytes, send: Send) -> Response | None:
-        """Ask one replica after the other until one has room; return its answer, or None if it was streamed."""
+        """Ask one replica after another until one has room. Return its answer, or None if the answer was streamed."""
         if self.replicas.draining and scope["method"] == "POST":
-            raise Refusal(503, "the server is shutting down", retry_s=30)
+            raise Refusal(503, "the server is shutting down: try again later", retry_s=30)
         key = await self._key(scope, body)
-        tried, lost, response = set(), 0, refusal_response(Refusal(503, "no replica is ready", retry_s=5))
+        tried, lost, response = set(), 0, refusal_response(Refusal(503, "no replica is ready: try again", retry_s=5))
         with self.replicas.counted():
             while left := [replica for replica in self.replicas.ready if replica not in tried]:
                 replica = choose(key, left, self.margin)
@@ -109,7 +110,7 @@ class Relay:
                 except Lost as error:
                     lost += 1
                     if lost == MAX_LOST:
-                        raise Refusal(500, "the replicas that should answer were lost: ask again") from error
+                        raise Refusal(500, "the replicas that took the request were lost: send it again") from error
                     self.replicas.retried += 1
                     continue
                 if response is None or response.status_code not in BUSY:
@@ -117,7 +118,7 @@ class Relay:
         return response
 
     async def _key(self, scope: Message, body: bytes) -> bytes | None:
-        """Return the request's routing key; raise Refusal if its body is wrong."""
+        """Return the request's routing key, or None if any replica may answer; raise Refusal if the body is wrong."""
         schema = PROMPTS.get(scope["path"])
         if schema is None or scope["method"] != "POST":
             return None
@@ -125,22 +126,22 @@ class Relay:
         return await self._encoding.run(tenant, lambda: first_page(parse(schema, body), self.tokenizer, tenant))
 
     def _key_of(self, scope: Message) -> dict[bytes, bytes]:
-        """Return the header with the client's API key, by which the replica knows the tenant; {} without API keys."""
+        """Return the header with the client's API key, which tells the replica the tenant; {} if keys are not used."""
         given = dict(scope["headers"]).get(b"authorization")
         return {b"Authorization": given} if self.replicas.launcher.keys and given else {}
 
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
-        """Pass a request to a replica; return its whole answer, or pass a stream on and return None.
+        """Send a request to a replica. Return the whole answer, or stream it to the client and return None.
 
         Raises:
-            Lost: the replica was lost before the client saw a byte.
-            Refusal: the request names no path, as CONNECT does, or a wrong query.
+            Lost: the replica was lost before the client got a byte.
+            Refusal: the request has no path, like CONNECT, or an invalid query.
         """
         begun, query = False, scope["query_string"]
         try:
             url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (b"?" + query if query else b""))
         except httpx2.InvalidURL:
-            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}") from None
+            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}: see /docs") from None
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:
@@ -155,7 +156,7 @@ class Relay:
         except (httpx2.TransportError, TimeoutError) as error:
             if not begun:
                 raise Lost(str(error) or type(error).__name__) from error
-            said = Refusal(500, "the replica that answered was lost: ask again").body()
+            said = Refusal(500, "the replica that answered was lost: send the request again").body()
             await send({"type": "http.response.body", "body": f"data: {json.dumps(said)}\n\n".encode()})
             return None
         if not begun:

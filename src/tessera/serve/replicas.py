@@ -1,7 +1,7 @@
-"""Keep N replicas running: start them, watch their health, replace lost ones, restart them one after the other.
+"""Keep N replicas running: start them, watch their health, replace lost ones, restart them one after another.
 
-A replica is a whole server (`server.run`) in another process, perhaps on another machine. A `Launcher` starts and ends
-these processes; `cluster` has the one that uses Ray. One task per replica runs this cycle:
+A replica is a whole server, as `tessera serve` runs it, in another process, perhaps on another machine. A `Launcher`
+starts and ends these processes; `cluster.Cluster` is the launcher that uses Ray. One task per replica runs this cycle:
 
     start -> warm (/ready) -> watched (/health each second) -> lost or retired -> stop -> start
 """
@@ -22,18 +22,19 @@ logger = logging.getLogger(__name__)
 HEALTH_S = 1.0
 """Seconds between two health checks of a replica."""
 ANSWER_S = 10.0
-"""Maximum seconds of a health check; generous, because all cores of the replica's machine may be busy."""
+"""Maximum seconds of a health check. This is generous, because all cores of the replica's machine may be busy."""
 MISSES = 3
-"""Health checks in a row without an answer after which a replica is lost. One failed connection is enough."""
+"""Number of failed health checks in a row after which a replica is lost. It is lost at once if the connection fails or
+the answer has status 500."""
 PAUSES_S = (1.0, 60.0)
-"""Least and most seconds before a lost replica is started again; each failure doubles the pause."""
+"""Minimum and maximum seconds until a lost replica is restarted; each failure doubles the pause."""
 
 
 class Launcher(Protocol):
     """Starts and ends the processes of replicas.
 
     Attributes:
-        keys: API keys of clients; empty if every request is accepted. Replicas accept them too: each key is a tenant.
+        keys: API keys of clients; empty if requests need no key. Replicas accept these keys too, one per tenant.
         key: API key that the front sends to replicas.
     """
 
@@ -44,7 +45,7 @@ class Launcher(Protocol):
         """Start replica `index`, load its model and return its server's URL.
 
         Raises:
-            Lost: the process ended.
+            Lost: the process ended before its server was running.
             ValueError, MemoryError, OSError: the model cannot be served.
         """
 
@@ -60,14 +61,14 @@ class Lost(Exception):
 
 
 class Replica:
-    """A replica. Its process changes: a new one replaces a process that is lost or retired.
+    """A replica, which outlives its process: a new process replaces one that is lost or retired.
 
     Attributes:
         index: number of the replica, from 0.
         url: address of its server.
         ready: whether it takes requests.
         open: number of requests that it has not answered.
-        starts: how often it became ready.
+        starts: number of times that the replica has become ready.
         retire: event that asks for a restart once the open requests have ended.
     """
 
@@ -87,7 +88,10 @@ class Replica:
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block when the replica is lost: a machine without power closes no connection."""
+        """Raise TimeoutError in the block when the replica is lost.
+
+        This is necessary because a machine that loses power does not close its connections.
+        """
         async with asyncio.timeout(None) as limit:
             self._limits.add(limit)
             try:
@@ -96,7 +100,7 @@ class Replica:
                 self._limits.discard(limit)
 
     def lose(self) -> None:
-        """Take no more requests, and end those that are open."""
+        """Accept no more requests, and abort the open ones."""
         self.ready = False
         for limit in self._limits:
             if not limit.expired():
@@ -104,17 +108,17 @@ class Replica:
 
 
 class Replicas:
-    """N replicas behind one front: the `Work` of the front's server.
+    """N replicas behind one front: the `server.Work` of the front's server.
 
     Args:
-        launcher: starts and ends processes.
+        launcher: starts and ends the replicas' processes.
         count: number of replicas.
 
     Attributes:
         all: the replicas.
-        open: number of requests that have no answer yet, with or without a replica.
+        open: number of requests without a complete answer, whether or not a replica has them.
         retried: number of requests that were sent to another replica because the first was lost.
-        lost: number of replicas that ended without being asked to.
+        lost: number of times that a replica crashed or stopped answering.
     """
 
     def __init__(self, launcher: Launcher, count: int):
@@ -126,19 +130,19 @@ class Replicas:
             headers={"Authorization": f"Bearer {launcher.key}"},
             timeout=httpx2.Timeout(None, connect=ANSWER_S),
             limits=limits,
-            trust_env=False,  # a proxy for the internet is none for the cluster
+            trust_env=False,  # a proxy for the internet cannot reach the cluster
         )
         self._tasks: list[asyncio.Task] = []
         self._rolling: asyncio.Task | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether every replica is kept running; False once one has failed at its first start."""
+        """Whether every replica is kept running; False once a replica's first start has failed."""
         return not any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
 
     @property
     def ready(self) -> list[Replica]:
-        """Replicas that take requests."""
+        """Replicas that accept requests."""
         return [replica for replica in self.all if replica.ready]
 
     @contextmanager
@@ -155,7 +159,7 @@ class Replicas:
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.all]
 
     async def end(self) -> None:
-        """Stop watching the replicas; raise the error of one that failed at its first start, if any."""
+        """Stop watching the replicas; if a replica's first start failed, raise that error."""
         for task in self._tasks:
             task.cancel()
         found = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,14 +173,14 @@ class Replicas:
         self.draining = True
 
     def stop(self) -> None:
-        """End all processes at once; requests that are open end with an error."""
+        """End all processes at once; open requests end with an error."""
         self.draining = True
         self.launcher.close()
 
     def roll(self) -> None:
-        """Restart the replicas one after the other, each once its open requests have ended.
+        """Restart the replicas one after another, each after its open requests have ended.
 
-        Do nothing if such a restart is under way.
+        Do nothing if an earlier `roll` is still under way.
         """
         if self._rolling is None or self._rolling.done():
             self._rolling = asyncio.create_task(self._roll())
@@ -185,12 +189,15 @@ class Replicas:
         for replica in self.all:
             before = replica.starts
             replica.retire.set()
-            while replica.starts == before:  # if it does not start, the others stay as they are
+            while replica.starts == before:  # if it does not start again, the later ones keep running
                 await asyncio.sleep(HEALTH_S / 10)
         logger.info("all %d replicas have been restarted", len(self.all))
 
     async def _keep(self, replica: Replica) -> None:
-        """Run one replica's cycle until the task is cancelled; raise the error of a first start that fails."""
+        """Run one replica's cycle until the task is cancelled or the server stops.
+
+        If the first start fails, raise its error.
+        """
         pause = PAUSES_S[0]
         while True:
             replica.retire.clear()
@@ -222,7 +229,11 @@ class Replicas:
             await asyncio.sleep(HEALTH_S / 5)
 
     async def _retired(self, replica: Replica) -> None:
-        """Watch a replica until it is asked to retire and its open requests have ended; raise Lost if it ends first."""
+        """Watch a replica until it is asked to retire; then wait for its open requests, at most `DRAIN_S` seconds.
+
+        Raises:
+            Lost: the replica ended or stopped answering before it was asked to retire.
+        """
         misses = 0
         while not replica.retire.is_set():
             with suppress(TimeoutError):
@@ -231,7 +242,7 @@ class Replicas:
             misses = 0 if status == 200 else misses + 1
             if misses == MISSES or status == 500:
                 raise Lost(
-                    f"no answer to {MISSES} health checks" if status is None else f"its engine has ended: {status}"
+                    f"no answer to {MISSES} health checks" if status is None else f"its /health answers {status}"
                 )
         replica.ready = False
         deadline = time.monotonic() + DRAIN_S
@@ -239,7 +250,7 @@ class Replicas:
             await asyncio.sleep(HEALTH_S / 20)
 
     async def _status(self, replica: Replica, path: str) -> int | None:
-        """Return the status of a GET, or None if no answer comes in time; raise Lost if the connection fails."""
+        """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails."""
         try:
             return (await self.client.get(replica.url + path, timeout=ANSWER_S)).status_code
         except httpx2.TimeoutException:

@@ -13,12 +13,12 @@ from tessera.serve.tools import Speech
 
 
 class Reply:
-    """Builder of one request's response or stream events; all of them have the same id and time.
+    """Builder of one request's response or stream events, which all carry the same id and time.
 
     Args:
         model: name of the served model.
         chat: whether the request is a chat completion.
-        spell: function that returns a token's text, for reported probabilities.
+        spell: function that returns the text of a token id, for the report of token probabilities.
     """
 
     def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
@@ -32,7 +32,7 @@ class Reply:
         tokens: Sequence[Sequence[Token] | None],
         speeches: Sequence[Speech],
     ) -> dict[str, Any]:
-        """Build the whole response; `tokens` holds None for each answer if no probabilities are reported."""
+        """Build the whole response. If no token probabilities are reported, `tokens` holds None for each answer."""
         choices = []
         for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
             text, calls = speech.finish(generation.text)
@@ -45,7 +45,15 @@ class Reply:
     def piece(
         self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
     ) -> dict[str, Any]:
-        """Build a stream's event: new text, the reason for the end (`finish`), or a token with its probability."""
+        """Build one event of a stream.
+
+        Args:
+            index: number of the choice.
+            text: new text; may be empty.
+            finish: reason why the choice ended; None if it goes on.
+            first: whether to add the role, as in the first event of a chat.
+            token: token whose probability is reported; None reports none.
+        """
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         said = {"delta": delta} if self.chat else {"text": text}
         logprobs = self._logprobs(None if token is None else [token])
@@ -94,12 +102,12 @@ class Reply:
 def usage(
     prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
 ) -> dict[str, Any]:
-    """Build the usage of a request.
+    """Build the field "usage" of a response.
 
     Args:
-        prompt_tokens: tokens of all prompts together.
+        prompt_tokens: number of tokens of all prompts together.
         generations: all answers.
-        cached_tokens: prompt tokens whose keys were in the cache.
+        cached_tokens: number of prompt tokens whose keys were in the cache.
         policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
 
     Returns:
@@ -128,7 +136,8 @@ def echoed(
         tokens: the answer's tokens; None if no probabilities are reported.
 
     Returns:
-        the answer whose text begins with the prompt, and the tokens of both.
+        the answer, whose text now begins with the prompt, and the tokens of prompt and answer (None if no probabilities
+        are reported).
     """
     generation = end.generation
     if limit == 0:

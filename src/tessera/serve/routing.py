@@ -1,8 +1,10 @@
-"""Choice of a replica: prompts with the same first page go to the same replica, which has its keys in its cache.
+"""Choose a replica for each request: prompts with the same first page go to the replica whose cache holds that page.
 
     key       = blake2b(tenant | tokens of the first page)
-    preferred = the replica with the largest blake2b(key | its number): if one is lost, only its prompts move
-    fallback  = the less busy of two random replicas, if the preferred one has over `margin` more open requests
+    preferred = the replica with the largest blake2b(key | number of the replica)
+    fallback  = the less busy of two random replicas, chosen if `preferred` has over `margin` more open requests
+
+If a replica is lost, only the prompts that prefer it move to other replicas.
 
 Sources: rendezvous hashing (Thaler and Ravishankar 1998); the power of two choices (Mitzenmacher 2001).
 """
@@ -19,14 +21,15 @@ from tessera.models.tokenizer import Tokenizer
 from tessera.serve.protocol import ChatBody, CompletionBody
 
 PAGE = 64
-"""Tokens of the routing key: the smallest page of any platform, so that prompts that share a page share their key."""
+"""Number of tokens in the routing key: the smallest page of any platform. Prompts that share a page thus have equal
+routing keys."""
 CHARACTERS = 2048
-"""Characters of a prompt, or of all messages, to encode for the key: 64 tokens are seldom more, and encoding a book
-would take seconds, while other requests wait."""
+"""Maximum characters of a prompt, or of all messages together, to encode for the routing key. The first 64 tokens are
+seldom longer, and encoding a book would take seconds while other requests wait."""
 
 
 class Choice(Protocol):
-    """The fields of a replica on which its choice depends."""
+    """The fields of a replica that `choose` reads: its number, and how many requests it has open."""
 
     index: int
     open: int
@@ -35,8 +38,8 @@ class Choice(Protocol):
 def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, tenant: str = "") -> bytes | None:
     """Return the routing key of a request; None if its first prompt is shorter than a page, or cannot be encoded.
 
-    Tenants share no pages, so their keys differ. The key decides only where a request runs, so it leaves out tools, and
-    text beyond `CHARACTERS`.
+    Tenants share no pages, so equal prompts of two tenants have different keys. The key decides only where a request
+    runs. It therefore ignores tools, and all but the first `CHARACTERS` characters.
     """
     try:
         tokens = _tokens(body, tokenizer)
@@ -51,9 +54,9 @@ def choose[R: Choice](key: bytes | None, replicas: Sequence[R], margin: int) -> 
     """Return the replica for a request.
 
     Args:
-        key: the request's key; None lets any replica answer.
+        key: the request's routing key; with None, no replica is preferred.
         replicas: replicas that are ready; at least one.
-        margin: how many more open requests the preferred replica may have than another.
+        margin: number of open requests by which the preferred replica may exceed the fallback.
     """
     others = random.sample(replicas, min(2, len(replicas)))
     idle = min(others, key=lambda replica: replica.open)
@@ -75,7 +78,7 @@ def _tokens(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> Seq
 
 
 def _cut(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all messages, with the first `CHARACTERS` of their texts and calls."""
+    """Return all messages, but only the first `CHARACTERS` characters of their texts and tool calls together."""
     found, left = [], CHARACTERS
     for message in messages:
         calls = json.dumps(message.get("tool_calls", []))

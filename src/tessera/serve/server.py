@@ -1,6 +1,6 @@
 """Run the application under uvicorn, with a deadline for a request's headers and a graceful shutdown.
 
-uvicorn limits neither a body's size nor the time that headers and body take. A client that sends one byte a second
+uvicorn limits neither the size of a body nor the time that headers and body take. A client that sends one byte a second
 could hold a connection indefinitely. This module therefore sets a deadline for headers, and `front` one for bodies.
 """
 
@@ -22,14 +22,15 @@ from tessera.serve.front import Front
 logger = logging.getLogger(__name__)
 
 HEADER_S = 10.0
-"""Seconds from a connection's start, or from its last response, until the next request's headers are complete."""
+"""Maximum seconds from a connection's start, or from its last response, until a request's headers are complete."""
 WRITE_S = 10.0
-"""Seconds that a client may leave a full buffer of its answer unread."""
+"""Maximum seconds for which a connection's send buffer may stay full because the client does not read."""
 PIECE = 4096
-"""Bytes that are parsed at a time. A body in chunks of one byte takes 20 us for six bytes, while others wait."""
+"""Number of bytes to parse at a time. A chunk with one byte of body is six bytes long and takes 20 us to parse, while
+other requests wait."""
 MAX_CONNECTIONS = 1000
 DRAIN_S = 30.0
-"""Seconds that open requests may take after SIGTERM."""
+"""Maximum seconds for which the server waits for open requests after SIGTERM."""
 
 
 class Work(Protocol):
@@ -38,7 +39,7 @@ class Work(Protocol):
     Attributes:
         draining: whether new requests are refused.
         open: number of requests that wait or run.
-        alive: whether it can still answer.
+        alive: whether requests can still be answered; if not, the server stops.
     """
 
     draining: bool
@@ -57,7 +58,7 @@ class Work(Protocol):
 
 
 class Deadlines(H11Protocol):
-    """HTTP/1.1 with deadlines for a request's headers and for an answer that is not read."""
+    """HTTP/1.1 with two deadlines: one for a request's headers, one for a client that does not read its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first request's headers."""
@@ -66,14 +67,14 @@ class Deadlines(H11Protocol):
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, a few at a time."""
+        """Parse the received bytes, `PIECE` at a time."""
         for start in range(0, len(data), PIECE):
             if self.transport.is_closing():
                 return
             super().data_received(data[start : start + PIECE])
 
     def handle_events(self) -> None:
-        """Process received bytes; cancel the deadline if they complete a request's headers."""
+        """Process the received bytes; cancel the deadline for headers once the headers are complete."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
@@ -84,17 +85,17 @@ class Deadlines(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Start the deadline for reading the answer: the connection's buffer is full."""
+        """Start the deadline for reading the answer, because the connection's send buffer is full."""
         super().pause_writing()
         self._stalled = asyncio.get_running_loop().call_later(WRITE_S, self._cut)
 
     def resume_writing(self) -> None:
-        """Cancel the deadline: the client has read most of the buffer."""
+        """Cancel the deadline for reading, because the client has read most of the send buffer."""
         super().resume_writing()
         self._stalled.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Cancel the deadlines when the connection closes."""
+        """Cancel both deadlines, because the connection is closed."""
         self._deadline.cancel()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -135,11 +136,11 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._end, sig)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must stop, because uvicorn says so or the service can answer no more."""
+        """Return whether the server must stop, because uvicorn says so or the service can no longer answer."""
         return await super().on_tick(counter) or not self.service.alive
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; stop the service after the last response."""
+        """Serve until a signal; stop the service after the last response, unless a second signal has come."""
         self._loop = asyncio.get_running_loop()
         try:
             await super().serve(sockets)
@@ -162,7 +163,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; if that fails, raise an OSError that names the address."""
+    """Return a socket that is bound to `host` and `port`, or raise an OSError that names them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,12 +171,12 @@ def listen(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except OSError as error:
         found.close()
-        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): name another --port") from error
+        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): use another --port") from error
     return found
 
 
 def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) -> uvicorn.Config:
-    """Return uvicorn's configuration; `keys` are the accepted API keys. Without keys, every request is accepted."""
+    """Return uvicorn's configuration; `keys` are the accepted API keys. Without keys, requests need no key."""
     return uvicorn.Config(
         Front(app, keys),
         http=Deadlines,

@@ -1,9 +1,9 @@
-"""The thread that owns the engine: it takes requests from HTTP handlers and returns events to their callbacks.
+"""The thread that owns the engine: it takes requests from HTTP handlers and passes the engine's events to callbacks.
 
-An engine is not thread-safe and a step blocks, so only this thread touches it. A request enters a bounded queue; its
-events go to a callback, which must return at once. A request can be cancelled at any point. If a step fails with
-a device's error, all open requests fail, and the thread continues with a new engine, because the failed step may have
-donated the old engine's cache. Any other error is a bug: it ends the thread, and the server with it.
+An engine is not thread-safe and its steps block, so only this thread touches it. A request enters a bounded queue. Its
+events go to a callback, which must return at once. A request can be cancelled at any point. If a step fails with an
+error from the device, all open requests fail. The thread then continues with a new engine, because the failed step may
+have donated the old engine's cache. Any other error is a bug: it ends the thread and the server.
 """
 
 import logging
@@ -22,9 +22,9 @@ from tessera.serve.protocol import Refusal
 logger = logging.getLogger(__name__)
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""JAX's event of a compilation."""
+"""Name of the event that JAX records for each compilation."""
 STOP_S = 10.0
-"""Seconds that the last step may take when the service stops."""
+"""Maximum seconds for which `Service.stop` waits for the current step to end."""
 RETRY_S = 1
 """Seconds after which a client may try again when the queue is full."""
 
@@ -37,7 +37,8 @@ class Job:
         request: what to generate.
         deliver: called on the service's thread with each event; the last is an End or a Failure.
         id: the engine's number for the request; None until the engine has the request.
-        queued_s, last_s: times of the request and of its newest token, on the clock of time.perf_counter.
+        queued_s: time at which the request was queued, by time.perf_counter.
+        last_s: time of the request's newest token, by the same clock; None before the first token.
     """
 
     request: Request
@@ -49,20 +50,20 @@ class Job:
 
 
 class Service:
-    """Runs an engine on its own thread.
+    """An engine and the thread that runs it.
 
     Attributes:
         room: maximum number of open requests (waiting or running).
         ready: whether the warm-up is complete.
         draining: whether new requests are refused.
-        ended: whether the thread has ended because of `stop`; False after a bug.
+        ended: whether `stop` has ended the thread; False if a bug has ended it.
 
     Args:
-        build: builds a fresh engine.
+        build: builds a new engine.
         queue: maximum number of requests that wait for a row of the engine's batch.
-        metrics: counters to update.
-        shared: whether there are several tenants. One then holds at most as many requests as it leaves free, so that no
-            tenant keeps the others out.
+        metrics: metrics to update.
+        shared: whether there are several tenants. If so, `submit` refuses a request after which the tenant would have
+            more open requests than the service has places left, so that no tenant locks out the others.
     """
 
     def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics, shared: bool = False):
@@ -77,7 +78,10 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, warm: Callable[[Engine], None], prepare: Callable[[Engine], None] = lambda engine: None) -> None:
-        """Start the thread. It first calls `warm` and `prepare`, then sets `ready`; every new engine gets `prepare`."""
+        """Start the thread, which calls `warm` and then `prepare` on the engine, and sets `ready`.
+
+        For an engine that replaces a failed one, the thread calls only `prepare`.
+        """
         self._warm, self._prepare = warm, prepare
         self._thread.start()
 
@@ -88,28 +92,31 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def submit(self, *requests: tuple[Request, Callable[[Event], None]]) -> list[Job]:
         """Queue each request with its callback for events; queue all of them or none.
 
         Raises:
-            Refusal: 503 while the service warms up or drains, 429 if the queue is full.
+            Refusal: 503 while the service warms up or shuts down, 429 if it is full, and 400 if there are more requests
+                than it ever accepts at once.
         """
         with self._changed:
             if self.draining or not self.alive:
-                raise Refusal(503, "the server is shutting down", retry_s=30)
+                raise Refusal(503, "the server is shutting down: try again later", retry_s=30)
             if not self.ready:
-                raise Refusal(503, "the server is warming up", retry_s=5)
+                raise Refusal(503, "the server is warming up: try again in a few seconds", retry_s=5)
             most = self.room // 2 if self.shared else self.room
             if len(requests) > most:
-                raise Refusal(400, f"{len(requests)} answers are more than the {most} that this server can hold")
+                raise Refusal(
+                    400, f"{len(requests)} answers are more than the {most} that one request may have: ask for fewer"
+                )
             kept = len(requests) + self._held_by(requests[0][0].tenant) if self.shared else 0  # for other tenants
             if self.open + len(requests) + kept > self.room:
-                room = ", and keeps room for other API keys" if self.shared else ""
+                room = " and the rest is kept for other API keys" if self.shared else ""
                 raise Refusal(
-                    429, f"the server holds {self.open} of {self.room} requests{room}: try again later", retry_s=RETRY_S
+                    429, f"{self.open} of at most {self.room} requests are open{room}: try again later", retry_s=RETRY_S
                 )
             now_s = time.perf_counter()
             jobs = [Job(request, deliver, now_s) for request, deliver in requests]
@@ -121,7 +128,7 @@ class Service:
         return sum(job.request.tenant == tenant for job in (*self._new, *list(self._jobs.values())))
 
     def policy_of(self, request: Request) -> str:
-        """Return the name of the policy under which a request's last token would run."""
+        """Return the name of the attention policy for the last token of the longest answer that the request allows."""
         return self._engine.policy_of(len(request.prompt) + request.max_new_tokens - 1).name
 
     def cancel(self, job: Job) -> None:
@@ -137,7 +144,10 @@ class Service:
             self.draining = True
 
     def stop(self) -> None:
-        """End the thread after its current step and fail the open requests. Do not wait for a warm-up to finish."""
+        """End the thread after its current step, and fail the open requests.
+
+        Wait at most `STOP_S` seconds for the thread, and not at all during the warm-up.
+        """
         with self._changed:
             self.draining = self._stop = True
             self._changed.notify()
@@ -153,7 +163,7 @@ class Service:
             self.ended = True
         finally:
             jax.monitoring.unregister_event_duration_listener(self._count_compile)
-            self._fail_all(Refusal(503, "the server stopped before the answer was complete"))
+            self._fail_all(Refusal(503, "the server stopped before the answer was complete: try again later"))
         self._engine.close()
 
     def _count_compile(self, name: str, seconds: float, **_: object) -> None:
@@ -176,7 +186,7 @@ class Service:
                 self.metrics.pool(state)
 
     def _wait(self) -> bool:
-        """Wait until there is work; return False if the service stops."""
+        """Wait until there is work, and return True; return False if the service is to stop."""
         with self._changed:
             while not (self._stop or self._new or self._cancelled or self._engine.busy):
                 self._changed.wait()
@@ -216,7 +226,7 @@ class Service:
             job.deliver(event)
 
     def _recover(self, error: Exception) -> None:
-        logger.exception("a step failed: all open requests fail, and a new engine takes later ones")
+        logger.exception("a step failed: all open requests fail, and a new engine serves later requests")
         self._fail_all(error)
         self.metrics.restarted()
         self._engine = self._build()

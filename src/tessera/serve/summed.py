@@ -1,4 +1,4 @@
-"""Merge the metrics of several replicas: sum counters and histograms; sum gauges, or average them (`MEANS`)."""
+"""Merge the metrics of several replicas: sum counters, histograms and most gauges; average other gauges (`MEANS`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,26 +8,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 MEANS = ("_perc", "step_cost_seconds", "step_limit_seconds")
-"""Ends of the names of gauges that are averaged; all other gauges are summed."""
+"""Suffixes of the names of gauges to average; all other gauges are summed."""
 CREATED = "_created"
-"""End of the names of metrics that hold the time at which a counter began. A sum of times means nothing."""
+"""Suffix of metrics that hold the creation times of counters. They are omitted: a sum of times means nothing."""
 
 
 def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> bytes:
-    """Return the metrics of all replicas together, in Prometheus' text format.
+    """Return the merged metrics of all replicas, with `ready`, `lost` and `retried`, in Prometheus' text format.
 
     Args:
-        texts: each replica's metrics in this format.
-        ready: replicas that take requests.
-        lost: replicas that ended without being asked to.
-        retried: requests that were sent to another replica because the first was lost.
+        texts: each replica's metrics in the same format.
+        ready: number of replicas that accept requests.
+        lost: number of times that a replica crashed or stopped answering.
+        retried: number of requests that were sent to another replica because the first was lost.
     """
     registry = CollectorRegistry()
     registry.register(_Families(_merged(texts)))
-    about = "Replicas that ended without being asked to."
+    about = "Times that a replica crashed or stopped answering."
     again = "Requests sent to another replica because the first was lost."
     own = [
-        GaugeMetricFamily("tessera:replicas_ready", "Replicas that take requests.", value=ready),
+        GaugeMetricFamily("tessera:replicas_ready", "Replicas that accept requests.", value=ready),
         CounterMetricFamily("tessera:replicas_lost", about, value=lost),
         CounterMetricFamily("tessera:requests_retried", again, value=retried),
     ]
@@ -36,7 +36,7 @@ def summed(texts: Sequence[str], *, ready: int, lost: int, retried: int) -> byte
 
 
 class _Families:
-    """Collector of fixed metrics."""
+    """Collector that always returns the same metrics."""
 
     def __init__(self, families: Iterable[Metric]):
         self._families = list(families)

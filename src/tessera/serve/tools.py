@@ -4,8 +4,8 @@ A call is written in the form that Qwen's and Hermes' templates teach, one JSON 
 
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 
-A model whose template takes no tools gets them in a system message. Where a call is forced (`tool_choice` "required" or
-a function), a grammar makes the whole answer one call, without the marks.
+If a model's template takes no tools, a system message describes them. If a call is forced (`tool_choice` is "required"
+or a function), a grammar makes the whole answer one call, without the marks.
 """
 
 import json
@@ -20,12 +20,12 @@ To call one, answer with {open}{{"name": NAME, "arguments": ARGUMENTS}}{close} a
 
 
 def takes_tools(template: str | None) -> bool:
-    """Return whether a chat template uses the variable `tools`."""
+    """Return whether a chat template mentions the variable `tools`."""
     return template is not None and "tools" in template
 
 
 def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as plain text, calls and results included, with the tools described in the system message."""
+    """Return the messages with calls and results as plain text, and with the tools described in the system message."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
     found = []
@@ -60,12 +60,14 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[st
 
 
 class Speech:
-    """Splitter of a growing chat answer: returns text once it cannot be part of a call, and the calls at the end.
+    """Splitter of a growing chat answer into text and tool calls.
+
+    It returns text as soon as the text cannot be part of a call, and the calls at the end.
 
     Args:
-        offered: whether the request offers tools; without them, everything is text.
+        offered: whether the request offers tools; without tools, everything is text.
         forced: whether a grammar makes the whole answer one call.
-        single: whether only the first call counts.
+        single: whether to return only the first call.
     """
 
     def __init__(self, *, offered: bool = False, forced: bool = False, single: bool = False):
@@ -82,7 +84,10 @@ class Speech:
         return shown
 
     def finish(self, whole: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text that `push` has not returned yet, and the calls; without tools, return all of `whole`."""
+        """Return the text that `push` has not returned yet, and the calls.
+
+        If the request offers no tools, return all of `whole`, the complete answer, and no calls.
+        """
         if not self.offered:
             return whole, []
         text, calls = split(whole[self._shown :], forced=self.forced)
@@ -90,13 +95,13 @@ class Speech:
 
 
 def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Split an answer into its text and its calls, in OpenAI's form.
+    """Split an answer into text and tool calls; return the calls as OpenAI's API writes them.
 
     A call that is incomplete, or is not a JSON object with a name, stays text.
 
     Args:
         text: the answer, without the text that `Speech.push` has already returned.
-        forced: whether a grammar has made the answer one call.
+        forced: whether a grammar has made the whole answer one call.
     """
     if forced:
         call = _call(text)
@@ -116,9 +121,9 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 
 
 def safe_end(text: str) -> int:
-    """Return how many characters of a growing answer cannot be part of a call.
+    """Return how many characters at the start of a growing answer cannot be part of a tool call.
 
-    They end before <tool_call>, or before an incomplete <tool_call> at the end of the text.
+    These characters end before the first <tool_call>, or before an incomplete <tool_call> at the end of the text.
     """
     at = text.find(OPEN)
     if at >= 0:

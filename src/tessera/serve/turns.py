@@ -1,4 +1,4 @@
-"""Work for clients: slow work on one thread, in fair order, and none for clients that have gone away."""
+"""Run slow work for clients on one thread: tenants take turns, and work for clients that disconnect is dropped."""
 
 import asyncio
 from collections import defaultdict
@@ -13,10 +13,10 @@ from tessera.serve.protocol import Refusal
 
 
 class Turns:
-    """A thread that serves tenants in turn: each has at most one call that waits for the thread or runs on it.
+    """A thread that serves tenants in turn: each tenant has at most one call that waits for the thread or runs on it.
 
-    A tenant with many calls thus delays another by at most one of them, and calls never fill the threads that other
-    work needs. A call whose caller is cancelled while it waits is dropped.
+    A tenant with many calls thus delays another tenant by at most one call, and no call occupies the threads that other
+    work needs. If a caller is cancelled before its call starts, the call is dropped.
     """
 
     def __init__(self):
@@ -24,18 +24,18 @@ class Turns:
         self._own: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run[Result](self, tenant: str, work: Callable[..., Result], *args: object) -> Result:
-        """Call `work` on the thread at the tenant's turn, and return its result."""
+        """Call `work` on the thread when it is the tenant's turn, and return the result."""
         async with self._own[tenant]:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
 async def in_turn[Result](request: Request, turns: Turns, work: Callable[..., Result], *args: Any) -> Result:
-    """Call `work` at the turn of the request's tenant, unless the client goes away before."""
+    """Call `work` when it is the turn of the request's tenant; raise Refusal as soon as the client disconnects."""
     return await unless_gone(request, turns.run(request.scope.get(TENANT, ""), work, *args))
 
 
 async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what `work` returns; raise Refusal as soon as the client closes its connection."""
+    """Await `work` and return the result; raise Refusal as soon as the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

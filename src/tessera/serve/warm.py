@@ -29,17 +29,21 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Sampling parameters that, alone and mixed in one batch, need every sampling program."""
+"""Sampling parameters for the warm-up: alone and mixed in one batch, they use every sampling program."""
 SIZES = {"cpu": (64, 64, (256,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
-"""Platform -> positions per page, the unit (prefills start at its multiples), and rows of the larger prefills."""
+"""Platform -> (tokens per page, tokens of the smallest prefill program, tokens of the larger prefill programs). The
+second number is the unit: every prefill starts at a multiple of it."""
 SHARE = {True: 0.25, False: 0.8}
-"""Whether the device is a CPU -> share of the free memory that a pool takes. Other programs use a CPU's memory too."""
+"""Whether the device is a CPU -> maximum share of the free memory that a pool takes. It is smaller on a CPU, whose
+memory other programs use too."""
 BATCHES = (4, 16, 64)
-"""Rows of decode programs, besides one row and all slots."""
+"""Batch sizes of decode programs, in addition to 1 and the number of slots."""
 
 
 def context_that_fits(model: Model, wanted: int | None) -> int:
-    """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until its keys fit.
+    """Return the maximum number of tokens of a request.
+
+    This is `wanted` or, if that is None, the model's context, halved until its keys fit in memory.
 
     Args:
         model: the model to serve.
@@ -47,11 +51,11 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
 
     Raises:
         ValueError: `wanted` exceeds the model's context.
-        MemoryError: the keys of `wanted` tokens, or of a context of at most 512, do not fit.
+        MemoryError: the keys of `wanted` tokens, or of a context of at most 512 tokens, do not fit in memory.
     """
     limit = model.config.max_positions
     if wanted is not None and wanted > limit:
-        raise ValueError(f"--context {wanted} exceeds the model's context of {limit}: name at most {limit}")
+        raise ValueError(f"--context {wanted} exceeds the model's context of {limit} tokens: use at most {limit}")
     context = wanted or limit
     while True:
         try:
@@ -61,22 +65,24 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
             if wanted is not None or context <= 512:
                 raise
             context //= 2
-            logger.info("the keys of a longer request do not fit: a request may have %d tokens", context)
+            logger.info("the keys of a longer request do not fit in memory: trying a limit of %d tokens", context)
 
 
 def paging_for(model: Model, *, slots: int, context: int, pages: int | None = None, exact: bool = False) -> Paging:
-    """Return the sizes of the pool.
+    """Return the sizes of the engine's pages, page pool and programs.
 
     Args:
-        slots: requests that run at the same time.
-        context: maximum tokens of a request.
-        pages: pages to allocate; None takes twice what `slots` requests of `context` tokens need, so that finished
-            documents stay cached, but at most a share of the free memory (`SHARE`).
-        exact: run one prefill program and one decode program, so that no result depends on which rows run together.
+        model: the model to serve.
+        slots: number of requests that run at the same time.
+        context: maximum tokens of a request, prompt and answer together.
+        pages: number of pages to allocate. None allocates twice what `slots` requests of `context` tokens need, so that
+            the keys of finished requests stay cached, but at most a share of the free memory (`SHARE`).
+        exact: use only one prefill program and one decode program, so that no result depends on which requests run
+            together.
 
     Raises:
-        ValueError: fewer pages than one request of `context` tokens needs.
-        MemoryError: `pages` do not fit.
+        ValueError: there are fewer pages than one request of `context` tokens needs.
+        MemoryError: the pages do not fit in memory.
     """
     device = jax.devices()[0]
     page, unit, sizes = SIZES.get(device.platform, SIZES["cpu"])
@@ -94,31 +100,31 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
         count = max(one, min(count, int(free * SHARE[device.platform == "cpu"]) // size))
     if count < one:
         raise ValueError(f"--pages {count} must be at least {one}, for one request of {context} tokens")
-    require((count + 1) * size, [device], f"a pool of {count} pages", "name fewer --pages, or a smaller --context")
+    require((count + 1) * size, [device], f"a pool of {count} pages", "use fewer --pages, or a smaller --context")
     batches = (slots,) if exact else decode_batches(slots)
     sizes = sizes[-1:] if exact else sizes
     return Paging(num_pages=count + 1, page=page, unit=unit, sizes=sizes, batches=batches)
 
 
 def decode_batches(slots: int) -> tuple[int, ...]:
-    """Return the rows of each decode program of a server with so many slots, ascending."""
+    """Return the batch sizes of the decode programs of a server with `slots` slots, in ascending order."""
     return tuple(sorted({1, *(n for n in BATCHES if n < slots), slots}))
 
 
 def grammars_for(model: Model) -> Grammars | None:
-    """Return a compiler of grammars for the model; None if it has no tokenizer or no token that ends an answer."""
+    """Return a compiler of grammars for the model; None if the model has no tokenizer or no end-of-sequence token."""
     if model.tokenizer is None or not model.config.eos_ids:
         return None
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
 def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
-    """Read the prefixes whose keys stay in the cache: a file is a text, or, if it is .json, an object with "messages".
+    """Read the files of `--pin`, whose keys are to stay in the cache, and return the token ids of each.
 
-    Return the token ids of each.
+    A .json file holds an object with "messages", a conversation. Any other file holds plain text.
 
     Raises:
-        ValueError: a file is neither, or its text is too long or empty.
+        ValueError: a file has the wrong form, a text is empty or too long, or the model has no tokenizer.
     """
     found = []
     for file in files:
@@ -127,7 +133,7 @@ def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
             if file.suffix != ".json":
                 found += model.encode_prompts([text])
             elif model.tokenizer is None:
-                raise ValueError("this model has no tokenizer")
+                raise ValueError("the model has no tokenizer, which a conversation needs: leave out --pin")
             else:
                 found.append(model.tokenizer.encode_chat(json.loads(text)["messages"]))
         except (ValueError, KeyError, TypeError) as error:
@@ -152,9 +158,9 @@ def start(
         context: maximum tokens of a request, prompt and answer together.
         slots: number of requests that run at a time.
         queue: maximum number of requests that wait for a slot.
-        paging: sizes of the pool; None takes those of `paging_for`.
-        pins: prefixes whose keys every tenant finds in the cache.
-        tenants: all tenants.
+        paging: sizes of the pool of pages; None uses the result of `paging_for`.
+        pins: token ids of prefixes whose keys stay in the cache, for every tenant.
+        tenants: names of all tenants.
 
     Raises:
         ValueError: the pool has no room for the pinned pages of all tenants and a request of `context` tokens.
@@ -164,8 +170,8 @@ def start(
     most = paging.num_pages - 1 - round_up(context, paging.unit) // paging.page
     if kept > most:
         raise ValueError(
-            f"--pin keeps {kept} pages ({len(tenants)} times, once per API key); with room for a request of {context} "
-            f"tokens the pool has {most}: name more --pages, a smaller --context or shorter files"
+            f"--pin keeps {kept} pages ({len(tenants)} times, once per API key), but besides the pages for a request "
+            f"of {context} tokens, the pool has {most}: use more --pages, a smaller --context or shorter files"
         )
 
     def build() -> Engine:
@@ -175,7 +181,11 @@ def start(
         count = engine.warm(SAMPLINGS, extras=True)
         held = (paging.num_pages - 1) * paging.page
         logger.info(
-            "ready: %d programs, %d requests at a time, %d tokens each, keys of %d tokens", count, slots, context, held
+            "ready: %d programs, %d requests at a time, %d tokens each, room for keys of %d tokens",
+            count,
+            slots,
+            context,
+            held,
         )
 
     def prepare(engine: Engine) -> None:

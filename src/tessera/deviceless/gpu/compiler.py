@@ -1,9 +1,10 @@
-"""Compile for NVIDIA GPUs that this machine lacks, with the real compiler, to machine code in a separate process.
+"""Compile to machine code for NVIDIA GPUs that this machine lacks, with the real compiler, in a separate process.
 
 `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
-with ptxas, under a time limit, and reads the compiler's report on every kernel; `Compiler` does so for one program
-after another. Both need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm), but no driver and no GPU. A
-compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out.
+with ptxas, under a time limit, and reads the compiler's report on every kernel. `Compiler` does the same for one
+program after another. `compile_for` and `Compiler` need the extra "deviceless" (jax's CUDA plug-in, ptxas and
+nvdisasm), but no driver and no GPU. A compiler error is not raised: `Compiled.error` holds the failure, its meaning and
+the way out.
 """
 
 import re
@@ -29,20 +30,20 @@ MEANINGS: tuple[Meaning, ...] = (
         "shared memory",
         r"(?i)exceeds available shared memory|uses too much shared",
         "the buffers and barriers of a thread block exceed its shared memory (232,448 bytes)",
-        "take fewer stages, smaller blocks, or let the output reuse the queries' buffer",
+        "use fewer stages or smaller blocks, or let the output reuse the queries' buffer",
     ),
     Meaning(
         "TMA",
         r"(?i)async.?cop|\btma\b|gmem strides|async_load|async_store|tma_load",
-        "the copy engine cannot move this slice: at most 256 elements along a dimension, strides and the first address "
-        "multiples of 16 bytes, at most 5 dimensions, sizes multiples of the swizzled tile",
-        "copy in smaller pieces, pad the last size to 16 bytes, or take rows in multiples of 8",
+        "the copy engine cannot move this slice: it allows at most 5 dimensions of at most 256 elements each, strides "
+        "and a first address that are multiples of 16 bytes, and sizes that are multiples of the swizzled tile",
+        "copy in smaller pieces, pad the last size to 16 bytes, or use rows in multiples of 8",
     ),
     Meaning(
         "registers",
         r"(?i)must be a positive multiple of 8|setmaxnreg|register",
-        "the requested registers do not fit: 24 to 240 per thread in multiples of 8, at most 65,536 per thread block",
-        "give the compute warpgroups fewer registers, or take fewer rows or columns per warpgroup",
+        "the requested registers do not fit: a thread may have 24 to 240 in multiples of 8, a thread block 65,536",
+        "give the compute warpgroups fewer registers, or use fewer rows or columns per warpgroup",
     ),
     Meaning(
         "ptxas",
@@ -101,9 +102,9 @@ class Compiler(Process):
 
     Args:
         chip: "h200".
-        python: interpreter to compile in; this one if not given.
-        paths: folders added to the process's import path.
-        niceness: added to this process's own.
+        python: interpreter that compiles; None is the interpreter of this process.
+        paths: folders to add to the import path of the compiling process.
+        niceness: added to this process's niceness for the compiling process.
 
     Raises:
         ValueError: the chip is unknown.
@@ -134,7 +135,7 @@ class Compiler(Process):
 
 
 def environment(paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment; jax on CPU keeps the CUDA plug-in from looking for a driver."""
+    """Build the compiling process's environment; jax on CPU keeps the CUDA plug-in from looking for a driver."""
     source = str(Path(__file__).parents[3])  # the worker runs as a file and imports this package
     found = compiler.environment([*paths, source])
     return {name: value for name, value in found.items() if not name.startswith("MOSAIC_GPU_DUMP")}

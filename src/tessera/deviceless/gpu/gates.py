@@ -1,4 +1,4 @@
-"""The gates: conditions on the machine code of a Hopper kernel, to be checked without a GPU.
+"""The gates: conditions on a Hopper kernel's machine code that can be checked without a GPU.
 
 Each kernel of a call must spill nothing, touch no local memory, fit the shared memory of a thread block, and run its
 products without waits that ptxas reports as a performance loss. A kernel with LDGSTS copies must also group them and
@@ -17,11 +17,11 @@ WATCHED = (
     "HGMMA UTMALDG UTMASTG LDGSTS LDGSTS.128 LDGDEPBAR DEPBAR LDL STL LDG STG LDS STS LDSM STSM BAR SYNCS MUFU FFMA "
     "FMUL FADD FMNMX SHFL WARPGROUP"
 ).split()
-"""Instructions that a stored report counts."""
+"""Instructions whose occurrences in the code `tessera inspect` reports."""
 
 
 def broken(report: sass.Report) -> list[str]:
-    """List the gates that one kernel's report breaks, each with the line that shows it; empty if it passes."""
+    """List the gates that one kernel breaks, with evidence from its report; empty if the kernel passes."""
     found = []
     if any(report.spill_bytes) or report.stack_bytes:
         found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
@@ -35,7 +35,7 @@ def broken(report: sass.Report) -> list[str]:
 
 
 def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """List the gates that the kernels of one attention call break, each kernel alone or all of them together."""
+    """List the gates that the kernels of one attention call break, alone or together."""
     found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
 
     def has(*names: str) -> bool:
@@ -49,7 +49,7 @@ def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
 
 
 def unawaited(report: sass.Report) -> str | None:
-    """Say that a kernel's LDGSTS copies lack the end of a group (LDGDEPBAR) or a wait (DEPBAR); else return None.
+    """Return a message if a kernel's LDGSTS copies lack the end of a group (LDGDEPBAR) or a wait (DEPBAR), else None.
 
     A wait for the copy engine's stores (UTMASTG) is a DEPBAR too, so a kernel with such stores needs one more DEPBAR.
     """

@@ -47,13 +47,13 @@ class Inspection(inspection.Inspection):
     Attributes:
         dispatched: kernel that dispatch chooses for the call on a GPU; may be cuDNN's, which compiles only on a GPU.
         registers: registers per thread at launch, maximum over the call's kernels.
-        spill_bytes: bytes per thread, stores and loads together, maximum over the call's kernels.
-        shared_bytes: bytes per thread block, maximum over the call's kernels.
-        temp_bytes: main memory that is neither argument nor result.
+        spill_bytes: bytes of register spills per thread, stores and loads together, maximum over the call's kernels.
+        shared_bytes: bytes of shared memory per thread block, maximum over the call's kernels.
+        temp_bytes: bytes of main memory that hold neither arguments nor results.
         steps: thread blocks of all launches of a call together; None if unknown.
         launches: kernel -> launches per call, for kernels whose launches can be counted.
         instructions: instruction -> occurrences (not executions) in the code of all the call's kernels.
-        gates: the gates that the code breaks, empty if none; None if the call has no kernel of ours.
+        gates: the gates that the code breaks (see `gpu.gates`), empty if none; None if the call has no kernel of ours.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
         percent_of_peak: rate at the roofline, in percent of the chip's nominal rate.
     """
@@ -90,7 +90,7 @@ class Inspection(inspection.Inspection):
             "compiled in": f"{self.compile_s:.1f} s",
         }
         if self.dispatched != self.kernel:
-            rows["on a GPU"] = f"dispatch chooses {self.dispatched} for such a call, not this kernel"
+            rows["on a GPU"] = f"dispatch chooses {self.dispatched} for this call, not this kernel"
         return rows
 
     def lines(self) -> Iterator[tuple[str, str | None]]:
@@ -127,11 +127,11 @@ def inspect_call(
 
     Args:
         chip: "h200".
-        spec, shapes: the call.
-        kernel: name of the kernel; if not given, the first that dispatch would choose on a GPU, except cuDNN's.
-        config: the kernel's block sizes; its default for this call if not given.
-        limit_s: seconds for the compiler.
-        where: `python` and `paths` of the compiling process.
+        spec, shapes: what the call computes, and the sizes of its arrays.
+        kernel: name of the kernel; None uses the first that dispatch would choose on a GPU, cuDNN's left out.
+        config: the kernel's block sizes; None uses the kernel's default for this call.
+        limit_s: maximum seconds for the compiler.
+        where: arguments of `gpu.compiler.Compiler`: `python`, `paths`, `niceness`.
 
     Raises:
         ValueError: no kernel runs this call on a GPU (the message says why), or `config` does not fit the kernel.
@@ -166,7 +166,7 @@ def overfull(chip: str, held: int) -> CompileError | None:
         return None
     text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
     meaning = "the chip's main memory is full: arguments, outputs and temporaries"
-    return CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
+    return CompileError("HBM", text, meaning, "use a shorter length or a smaller batch")
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:
@@ -223,7 +223,10 @@ def ceilings(chip: str, dtype: str) -> Ceilings:
 
 
 def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
-    """Return (least seconds, name of the bound) of a call with 4 x `head_dim` flops and one exponential per score."""
+    """Return (least seconds, name of the limiting resource) of a call.
+
+    Each score costs 4 x `head_dim` flops and one exponential.
+    """
     bounds = {
         "tensor cores": flops / on.flops_per_s,
         "main memory": moved / on.bytes_per_s,
@@ -234,14 +237,14 @@ def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[f
 
 
 def verdict(gates: tuple[str, ...] | None) -> str:
-    """Summarise the broken gates; None means that no gate applies."""
+    """Summarise the broken gates in a few words; `gates` is None if no gate applies."""
     if gates is None:
         return "none apply"
     return f"{len(gates)} broken" if gates else "passed"
 
 
 def describe(report: sass.Report, launches: int | None) -> str:
-    """Describe one kernel in two lines."""
+    """Describe one kernel in two lines; `launches` is None if unknown."""
     launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
     launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
     counts = ", ".join(f"{n} {c}" for n in gates.WATCHED if (c := report.instructions.get(n)))

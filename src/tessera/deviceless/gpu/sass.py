@@ -1,8 +1,8 @@
 """Read the CUDA compiler's report on a Hopper kernel: registers, spills, shared memory, and instruction counts.
 
-The worker leaves two kinds of files in a folder. `<kernel>_<n>.resources.txt`, written when a kernel is lowered, holds
-the resources that the kernel requests. `compiler.txt` holds ptxas' report and the disassembly of every kernel, in the
-order of compilation.
+The compiling process writes two kinds of files to a folder. `<kernel>_<n>.resources.txt`, written when a kernel is
+lowered, holds the resources that the kernel requests. `compiler.txt` holds ptxas' report and the disassembly of every
+kernel, in the order of compilation.
 """
 
 import re
@@ -33,15 +33,16 @@ class Report:
     Attributes:
         kernel: the kernel's name.
         registers: registers per thread at launch; warpgroups redistribute them with set_max_registers.
-        spill_bytes: stores and loads of spilled registers, bytes per thread.
-        stack_bytes: local memory per thread.
-        shared_bytes: shared memory per thread block: static, buffers and barriers.
-        barriers: phase barriers in shared memory.
+        spill_bytes: bytes per thread of (stores, loads) of spilled registers.
+        stack_bytes: bytes of local memory per thread.
+        shared_bytes: bytes of shared memory per thread block: static memory, buffers and barriers.
+        barriers: number of barriers (mbarrier) in shared memory.
         instructions: operation (HGMMA, UTMALDG, ...) -> occurrences in the code; those in WIDE also by width, as in
             "LDGSTS.128".
-        local: the lines of code that touch local memory.
-        report: ptxas' own text.
-        blocks, threads: size of the grid and of a thread block; None if the lowering does not state them.
+        local: the lines of code that access local memory.
+        report: ptxas' text about the kernel.
+        blocks, threads: number of thread blocks in the grid and of threads in a block; None if the lowering does not
+            state them.
     """
 
     kernel: str
@@ -57,12 +58,12 @@ class Report:
     threads: int | None = None
 
     def line(self, pattern: str) -> str:
-        """Return the first line of ptxas' report that matches the pattern."""
+        """Return the first line of ptxas' report that matches the pattern, or "no such line"."""
         return next((line.strip() for line in self.report.splitlines() if re.search(pattern, line)), "no such line")
 
 
 def read(folder: Path) -> tuple[Report, ...]:
-    """Read the reports of every kernel compiled into the folder.
+    """Read the reports on all kernels whose files are in the folder.
 
     Raises:
         ValueError: a kernel was compiled but not disassembled.
@@ -84,7 +85,7 @@ def read(folder: Path) -> tuple[Report, ...]:
 
 
 def parse(kernel: str, report: str, code: str, resources: str, launch: tuple[int, int] | None = None) -> Report:
-    """Parse the report of one kernel from ptxas' text, its disassembly and the resources it requests."""
+    """Parse the report on one kernel from ptxas' text, the kernel's disassembly and the resources that it requests."""
     stack, stores, loads = map(int, _SPILLS.search(report).groups())
     used = _USED.search(report)
     barriers = sum(int(number) * int(times) for number, times in _BARRIERS.findall(resources))

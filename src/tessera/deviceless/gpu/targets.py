@@ -4,4 +4,4 @@ from pathlib import Path
 from types import MappingProxyType
 
 TARGETS = MappingProxyType({"h200": Path(__file__).with_name("h200.txtpb")})
-"""Configuration files by the chip's short name."""
+"""Short name of a chip -> its configuration file."""

@@ -1,7 +1,7 @@
 """Compile for TPUs that this machine lacks, with the real compiler, in a separate process and under a time limit.
 
-A compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs jax and
-libtpu (the extra "deviceless") in this interpreter, or in the one that the call names, but no chip.
+A compiler error is not raised: `Compiled.error` holds the failure, its meaning and the way out. The interpreter that
+compiles (this process's, unless the call names another) needs jax and libtpu (the extra "deviceless"), but no chip.
 """
 
 import re
@@ -19,7 +19,7 @@ from tessera.deviceless.tpu import fusions as xla
 from tessera.deviceless.tpu import schedule
 
 TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
-"""Smallest topology of each chip that the compiler accepts on a host without that chip."""
+"""Chip -> smallest topology that the compiler accepts on a host without this chip."""
 
 FLAGS = (
     # Dump only the last stage: all stages are twenty times as many bytes and double the compile time.
@@ -39,14 +39,14 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "VMEM",
         r"(?i)\bvmem\b",
-        "the vector memory of a core is full: blocks are held twice (double buffering), next to scratch and spills",
-        "take smaller blocks, or raise vmem_limit_bytes if the chip has more",
+        "the vector memory of a core is full: it holds every block twice (double buffering), scratch and spills",
+        "use smaller blocks, or raise vmem_limit_bytes if the chip has more",
     ),
     Meaning(
         "HBM",
         r"(?i)memory space hbm|\bhbm\b.*(exceed|exhaust)|(exceed|exhaust|out of memory).*\bhbm\b",
         "the chip's main memory is full: arguments, outputs and temporaries of the whole program",
-        "take a shorter length, a smaller batch, or more chips",
+        "use a shorter length, a smaller batch, or more chips",
     ),
     Meaning(
         "layout",
@@ -102,16 +102,17 @@ def compile_for(
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         program: from `attention_program` or `factory_program`.
-        topology: the chip's smallest if not given.
+        topology: the topology to compile for; None is the chip's smallest.
         devices: number of the topology's devices to pass to a factory that takes `devices`.
         limit_s: seconds before the process is killed; the error's kind is then "time".
-        python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
-        paths: folders added to the child's import path.
-        niceness: added to this process's own.
+        python: interpreter that compiles; None is the interpreter of this process. It needs jax and libtpu, and tessera
+            only for a program that imports tessera.
+        paths: folders to add to the import path of the compiling process.
+        niceness: added to this process's niceness for the compiling process.
         with_fusions: also read the schedules of XLA's operations, which are most of the dump.
 
     Raises:
-        ValueError: the chip is unknown, or the child could not start the compiler at all.
+        ValueError: the chip is unknown, or the compiling process cannot start.
     """
     request = {**program, "platform": "tpu", "topology": topology or topology_of(chip), "devices": devices}
     with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
@@ -131,10 +132,12 @@ def compile_for(
 
 
 class Compiler(Process):
-    """A process that compiles one program after another, for any of the chips; a timeout kills it.
+    """A process that compiles one program after another, for any TPU.
+
+    A timeout kills the process, and the next program restarts it.
 
     Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
-    compiler writes those to one folder per process, and writing them takes a third of the time to compile.
+    compiler writes all schedules of a process to one folder, and writing them takes a third of the compile time.
     """
 
     def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
@@ -158,7 +161,10 @@ def topology_of(chip: str) -> str:
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment: libtpu does not look for a chip, and writes schedules to `folder` if given."""
+    """Build the compiling process's environment, in which libtpu looks for no chip.
+
+    If `folder` is given, libtpu writes schedules to it.
+    """
     return compiler.environment(paths) | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",

@@ -1,11 +1,11 @@
 """Read the schedules of XLA's own operations: fusions, copies and products.
 
-The compiler dumps them as it dumps Pallas kernels. An operation is straight-line code, or one loop over blocks, whose
-copies in and out overlap its computing. The program's text gives the number of blocks ("iteration_bounds"), so
+The compiler dumps them as it dumps Pallas kernels. An operation is straight-line code, or one loop over blocks that
+overlaps copies with computation. The program's text states the number of blocks ("iteration_bounds"), so
 
-    cycles = bundles outside of the loop + blocks x max(bundles of the loop, cycles of its products)
+    cycles = bundles outside the loop + blocks x max(bundles in the loop, cycles of the products in the loop)
 
-Loops inside a block count as one iteration, because no text gives their trip count. Operations that the compiler
+Loops inside a block count as one iteration, because no text states their trip count. Operations that the compiler
 implements by copies alone, and scalar code between operations, have no schedule of their own.
 """
 
@@ -31,9 +31,9 @@ class Fusion:
 
     Attributes:
         name: as the compiler writes it in the program's text.
-        blocks: blocks that one core processes.
-        cycles: of the whole operation.
-        loops: number of loops inside a block; their bundles count for one iteration.
+        blocks: number of blocks that one core processes.
+        cycles: cycles of the whole operation.
+        loops: number of loops inside a block, each of which counts as one iteration.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Fusion:
 
 
 def read(folder: Path, text: str, cores: int) -> Mapping[str, Fusion]:
-    """Read the schedules of a dump's operations, without Pallas kernels.
+    """Return {name of an operation: its schedule} for the operations in a dump, except Pallas kernels.
 
     Args:
-        folder: the compiler's dump.
+        folder: the folder with the compiler's dump.
         text: the compiled program.
-        cores: of one jax device; they share the blocks of most operations.
+        cores: number of cores of one jax device, which share the blocks of most operations.
     """
     kernels, blocks = set(hlo.kernel_names(text)), block_counts(text)
     found = (made for made in schedule.read(folder) if made.kernel not in kernels and not _PROGRAM.match(made.kernel))
@@ -66,10 +66,11 @@ def block_counts(text: str) -> dict[str, int]:
 
 
 def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
-    """Count an operation's cycles.
+    """Convert an operation's schedule to a `Fusion`, with the cycles of all blocks.
 
-    A loop over n blocks has at least n + 2 iterations, because the first copies in and the last copies out. If it has
-    fewer, the cores share the blocks. If `blocks` is None, the number of blocks is the iterations minus 2.
+    A loop over n blocks has at least n + 2 iterations, because the first iteration only copies in and the last only
+    copies out. If the loop has fewer, the cores share the blocks. If `blocks` is None, the number of blocks is the
+    number of iterations minus 2.
     """
     outside, block = (made.region(name) for name in (LAUNCH, STEP))
     if blocks is None:
@@ -85,8 +86,9 @@ def seconds(
 ) -> tuple[float, float]:
     """Predict the time of operations that run one after another: (seconds of all their bytes, seconds in total).
 
-    An operation takes the time of its cycles or that of its bytes, whichever is longer. Asynchronous copies overlap
-    with the other operations, so the total is the sum over those others, or the time of all bytes if that is longer.
+    An operation takes the time of its cycles or the time of its bytes, whichever is longer. Asynchronous copies overlap
+    with the other operations. The total is therefore the sum over the other operations, or the time of all bytes if
+    that is longer.
     """
     moved = busy = 0.0
     for operation, cycles in scheduled(operations, fusions):
@@ -100,6 +102,6 @@ def seconds(
 def scheduled(
     operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion]
 ) -> Iterator[tuple[hlo.Operation, int]]:
-    """Pair operations with the cycles of their schedules, 0 where there is none."""
+    """Pair each operation with the cycles of its schedule, or 0 if it has no schedule."""
     for operation in operations:
         yield operation, fusions[operation.name].cycles if operation.name in fusions else 0

@@ -51,7 +51,7 @@ class Inspection(inspection.Inspection):
 
     @property
     def least_ms(self) -> float:
-        """Milliseconds at the roofline."""
+        """Lower bound of the call's milliseconds, from the roofline."""
         return 1e3 * max(self.flops / self.peak.flops_per_s, self.moved_bytes / self.peak.bytes_per_s)
 
     def rows(self) -> dict[str, str]:
@@ -120,11 +120,11 @@ def inspect_call(
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
-        spec, shapes: the call.
-        kernel: name of the kernel; the one that dispatch chooses on a TPU if not given.
-        config: the kernel's block sizes; its default for this call if not given.
-        limit_s: seconds for the compiler.
-        paths: folders added to the compiling process's import path.
+        spec, shapes: what the call computes, and the sizes of its arrays.
+        kernel: name of the kernel; None uses the kernel that dispatch chooses on a TPU.
+        config: the kernel's block sizes; None uses the kernel's default for this call.
+        limit_s: maximum seconds for the compiler.
+        paths: folders to add to the import path of the compiling process.
         variant: further arguments of `programs.attention_call`.
 
     Raises:

@@ -5,8 +5,8 @@
     cycles    = bundles of a scope, or the cycles of its products in the matrix units if those are more
     predicted = kernel_s + around_s, corrected by `Overheads` for costs that no schedule shows
 
-The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and a chip that
-lowers its clock under load. `workbench/studies/validation.py` compares predictions with measured times.
+The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and lower
+clock rates under load. `workbench/studies/validation.py` compares predictions with measured times.
 """
 
 from collections.abc import Mapping
@@ -54,11 +54,12 @@ class Prediction:
         around_ms: time of the operations around the kernels.
         steps: grid steps of all kernels.
         bundles_per_step: mean bundles of one step on one core.
-        cycles_per_step: mean cycles of one step on one core; a scope takes at least as long as its products.
+        cycles_per_step: mean cycles of one step on one core: the sum of `schedule.Region.cycles` over its scopes.
         slots: unit -> mean slots used and available per step.
         spill_slots: mean slots per step that move spilled registers.
         moved_bytes: bytes to and from main memory, by the kernels and the operations around them.
-        bound_by: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no unit is half full.
+        bound_by: what takes the most time: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no
+            unit is half full.
         assumed: scopes whose number of executions the kernel does not state; they count once per step.
         scopes: "kernel/scope" -> (executions, cycles of one execution).
     """

@@ -3,9 +3,9 @@
 A TPU core is a VLIW machine: it runs one bundle per cycle, and a bundle has slots for each of the core's units. The
 compiler dumps, per kernel, the bundles (`*-final_bundles.txt`, one line each; `>` marks loop depth) and each bundle's
 used slots (`*-final_hlo-static-per-bundle-utilization.txt`). With region tracing on, a `jax.named_scope` of the
-kernel's body shows as a pair of trace markers, and a bundle belongs to the innermost scope around it. A bundle outside
-every scope belongs to "step" if it is inside the outermost loop (the grid's), else to "launch". Bundles that hold only
-a marker exist only in the traced build and are not counted.
+kernel's body appears as a pair of trace markers, and a bundle belongs to the innermost scope around it. A bundle
+outside every scope belongs to "step" if it is inside the outermost loop (the loop over the grid), else to "launch".
+Bundles that hold only a marker exist only because of the tracing and are not counted.
 """
 
 import re
@@ -36,14 +36,14 @@ class Region:
 
     Attributes:
         name: the scope's name, or "step" or "launch".
-        bundles: number of bundles; one pass takes as many cycles if nothing waits.
-        slots: used slots per unit in one pass.
-        product_cycles: cycles that the scope's products take in the matrix units, which may be more than its bundles.
-            One product instruction feeds a register of rows, 16 of bfloat16 or 8 of float32. Either 4 units of 128
-            columns take one row per cycle each, or 2 units of 256 columns take two rows per cycle each: 4 rows per
-            cycle in all.
-        depth: depth of the deepest loop around bundles of the scope; 1 is the grid's loop.
-        loops: deeper loops that hold bundles of this scope but have no scope themselves.
+        bundles: number of bundles; one pass through the scope takes as many cycles if nothing waits.
+        slots: unit -> slots used in one pass.
+        product_cycles: cycles that the scope's products take in the matrix units; may exceed the number of bundles. One
+            product instruction feeds a register of rows, 16 of bfloat16 or 8 of float32. Either 4 units of 128 columns
+            take one row per cycle each, or 2 units of 256 columns take two rows per cycle each: 4 rows per cycle in
+            all.
+        depth: depth of the deepest loop around bundles of the scope; 1 is the loop over the grid.
+        loops: number of deeper loops that hold bundles of this scope but have no scope themselves.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Schedule:
     Attributes:
         kernel: the compiler's name of the kernel: the pallas_call's name and a number.
         capacity: slots per bundle of each unit.
-        regions: in order of first appearance.
-        vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: iterations of the grid's loop on one core; None if they are known only at run time, or if each core runs
-            one grid step and so needs no loop.
+        regions: the kernel's regions, in order of first appearance.
+        vmem_bytes, smem_bytes: bytes of the kernel's scratch and windows in VMEM and SMEM, all buffers counted.
+        turns: iterations of the loop over the grid on one core; None if the number is known only at run time, or if
+            each core runs one grid step and therefore needs no loop.
     """
 
     kernel: str
@@ -85,7 +85,7 @@ class Schedule:
         return re.sub(r"\.\d+$", "", self.kernel)
 
     def region(self, name: str) -> Region | None:
-        """Return the region of this name."""
+        """Return the region with this name, or None."""
         return next((region for region in self.regions if region.name == name), None)
 
 
@@ -112,12 +112,15 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
     """Parse a schedule from the text of its dump files.
 
     Raises:
-        ValueError: bundles and rows of utilization differ in number, so the files are not of one kernel.
+        ValueError: the utilization text is incomplete, or does not have one row per bundle because the texts belong to
+            different kernels.
     """
     capacity, rows = _utilization(utilization)
     texts = _bundles(bundles)
     if len(texts) != len(rows):
-        raise ValueError(f"{kernel}: {len(texts)} bundles but {len(rows)} rows of utilization")
+        raise ValueError(
+            f"{kernel}: {len(texts)} bundles but {len(rows)} rows of utilization: pass files of the same kernel"
+        )
     tallies: dict[str, _Tally] = {}
     scopes: list[str] = []
     depth = 0
@@ -156,7 +159,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
 
 
 def _turns(text: str) -> int | None:
-    """Return the iterations of the grid's loop, the first loop before any scope; None if the dump gives none."""
+    """Return the iterations of the loop over the grid, the first loop before any scope; None if they are not stated."""
     first = re.search(r"\bloop: start=[^\n]*", text.partition("TraceMeStart(")[0])
     found = first and re.search(r"start=(\d+), step=(\d+), limit=(\d+)", first[0])
     return -(-(int(found[3]) - int(found[1])) // int(found[2])) if found else None
@@ -177,7 +180,7 @@ def _bundles(text: str) -> list[tuple[int, str]]:
 def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
     lines = text.splitlines()
     if len(lines) < 4:
-        raise ValueError("the utilization file is missing or cut short")
+        raise ValueError("the compiler's utilization file is missing or incomplete: compile again")
     units = [name.strip() for name in lines[1].split(",")]
     capacity = dict(zip(units, map(int, lines[2].split()), strict=True))
     return capacity, [list(map(int, line.split())) for line in lines[4:] if line.strip()]
@@ -187,8 +190,8 @@ def read(folder: Path, names: Iterable[str] | None = None) -> tuple[Schedule, ..
     """Read the schedules of the kernels in a dump folder, in program order.
 
     Args:
-        folder: the compiler's dump.
-        names: the compiler's names of the kernels ("probe.1"); None reads every kernel with a bundle file.
+        folder: the folder with the compiler's dump.
+        names: the names that the compiler gave the kernels ("probe.1"); None reads every kernel with a bundle file.
     """
     wanted = None if names is None else set(names)
     found = []
