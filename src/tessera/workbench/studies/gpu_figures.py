@@ -1,4 +1,4 @@
-"""Rooflines of the Hopper kernels' figures on an H200, and the figures' targets; nothing is timed.
+"""Compute the rooflines of the Hopper kernels' figures on an H200, and compare them with targets; nothing is timed.
 
     tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 

@@ -58,7 +58,7 @@ ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes of an extra case for prefill's default blocks: no block size divides them."""
 KV_HEADS = 2
 PAGE = 64
-"""Positions per page in the cases on pages: half of dense prefill's default block."""
+"""Positions per page in the cases on paged keys: half of dense prefill's default block."""
 BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
@@ -111,7 +111,7 @@ def cases() -> Iterator[dict[str, Any]]:
     configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
     only one of its tiles and one of the dtypes, in turn. One dtype is enough, because a dtype changes the names of
     instructions, not their registers. Each configuration in the search spaces of the calls in OTHERS gets one tile and
-    two masks. `scaled_cases` lists the calls on int8 keys, `paged_cases` those on keys in pages. Calls that a kernel
+    two masks. Calls on int8 keys are listed in `scaled_cases`, calls on paged keys in `paged_cases`. Calls that a kernel
     refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
@@ -168,7 +168,10 @@ def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def paged_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases on keys in pages of PAGE: default blocks, at two tiles, with the causal mask and a window."""
+    """Yield the cases on paged keys: default blocks, with the causal mask and with a window.
+
+    Each mask gets two tiles (one if the kernel is dense), and each of these gets keys in the first dtype and in int8.
+    """
     tiles, keys = ((16, PAGE) if kernel.role != "dense" else (128,)), ({}, {"scaled": True})
     for tile, mask, kind in product(tiles, (PLAIN, "window"), keys if kernel.paged else ()):
         case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask, "page": PAGE, **kind}
@@ -294,9 +297,9 @@ def identity(case: Mapping[str, Any]) -> str:
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
     """Build one record per kernel and configuration: the share of its cases that pass, the failed gates, the reports.
 
-    Calls on int8 keys and on pages have records of their own. In the facts, `planned` and `tried` count the kernel's
-    cases of that kind over all its configurations, and `commits` the cases that each commit compiled (the record names
-    the last commit).
+    Calls on int8 keys and calls on paged keys have separate records. In the facts, `planned` and `tried` count the
+    kernel's cases with such keys over all configurations. `commits` counts the cases that each commit compiled; the
+    record itself names the last commit.
     """
     planned, tried = (Counter((case["kernel"], kind_of(case)) for case in some) for some in (cases(), found))
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
