@@ -99,7 +99,7 @@ async def torment(client: Client, count: int, seed: int, *, clients: int = OPEN)
 
 
 async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> str:
-    """Stream an answer with pauses; return its finish reason or error, "unnamed" if it has neither."""
+    """Stream an answer with pauses; return its finish reason or error, or "unnamed" if it has neither."""
     end, body = "unnamed", {"prompt": prompt, "max_tokens": new, "stream": True}
     try:
         async with client.http.stream("POST", "/v1/completions", json=body) as found:
@@ -117,10 +117,10 @@ async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> s
 
 
 def exact(stand: Stand, seed: int) -> Found:
-    """Compare the speed of `--exact` with the default's, and each prompt's answer alone with its answer in a crowd.
+    """Compare the speed with and without `--exact`; then compare each prompt's answer alone with its answer in a crowd.
 
-    A crowd is SLOTS requests at a time. As a control, a second crowd samples with other seeds: most of its answers must
-    differ.
+    Both answers are given under `--exact`. A prompt is alone if requests are sent one at a time, and in a crowd if
+    SLOTS requests run at a time. As a control, a second crowd samples with other seeds: most of its answers must differ.
     """
     sizes, count = stand.sizes, stand.scaled(PROMPTS)
 

@@ -12,7 +12,7 @@ from tessera.workbench.simulate.machine import MACHINES, Attention
 from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
 
 GOAL = 0.99
-"""Share of requests that must meet both limits."""
+"""Share of requests that must meet both limits: on the first token and on later tokens (`cluster.good`)."""
 WINDOW_S = 1200.0
 """Seconds of constant load in each trial of the search for a capacity."""
 PRECISION = 1.05
@@ -29,7 +29,7 @@ GREEDY = 10.0
 def capacity(
     machine: str, attention: Attention, policy: Policy, mix: str, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
-    """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within both limits.
+    """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within the limits.
 
     Returns:
         the rate, the summary of its run, and `tried`: every rate tried and whether it passed.

@@ -210,7 +210,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
 
 
 def run(chip: str, name: str, found: list[dict], options: Any) -> None:
-    """Search one case on one chip. Reuse the lines in `found`; append new lines to `found` and to the file of results."""
+    """Search one case on one chip. Reuse the lines in `found`; append new lines to `found` and the file of results."""
     case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
     with on_chip(chip):

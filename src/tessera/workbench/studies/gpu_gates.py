@@ -111,8 +111,8 @@ def cases() -> Iterator[dict[str, Any]]:
     configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
     only one of its tiles and one of the dtypes, in turn. One dtype is enough, because a dtype changes the names of
     instructions, not their registers. Each configuration in the search spaces of the calls in OTHERS gets one tile and
-    two masks. Calls on int8 keys are listed in `scaled_cases`, calls on paged keys in `paged_cases`. Calls that a kernel
-    refuses are left out. The gradient of dense prefill comes last.
+    two masks. `scaled_cases` describes the calls on int8 keys, and `paged_cases` those on paged keys. Calls that a
+    kernel refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
