@@ -212,7 +212,7 @@ def _trials_failed(record: Record) -> str:
 
 
 def tpu(records: Sequence[Record]) -> str:
-    """Show the predicted figures of the TPU kernels, all of them ratios: a row per figure, a column per chip.
+    """Show predicted figures of the TPU kernels, ratios between compiled calls: a row per figure, a column per chip.
 
     "HBM" marks a figure whose first call is bound by main memory: the call's predicted time is bytes / bandwidth.
     """
@@ -230,8 +230,8 @@ def tpu(records: Sequence[Record]) -> str:
 def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
     """Build a sort key that keeps families of figures together, in the order of their first members.
 
-    The names of a family differ only in numbers, or extend another figure's name after a comma. Inside a family, names
-    are sorted by their numbers, the last number first, from largest to smallest.
+    The names in a family differ only in numbers, or extend a shorter name after a comma. Within a family, names are
+    sorted by their numbers, largest first; the last number in a name counts most.
     """
 
     def family(figure: str) -> str:
@@ -433,7 +433,7 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables of the pages in place. With --check, list stale tables instead; return 1 if there are any."""
+    """Rewrite the tables of the pages in place. With --check, list stale tables; exit with code 1 if there are any."""
     parser = argparse.ArgumentParser(prog="tessera report --tables", description=main.__doc__)
     parser.add_argument("pages", nargs="*", default=PAGES)
     parser.add_argument("--evidence", default="evidence")

@@ -13,7 +13,8 @@ OP = "serving figure"
 def figures(records: Sequence[Record]) -> str:
     """Show each figure's median and range over its runs, its goal, and whether it met the goal (misses in bold).
 
-    Only the newest record of each case is shown, whichever machine it comes from: its figures are ratios and counts.
+    Only the newest record of each case is shown, whichever machine it comes from, since almost all figures are ratios
+    or counts, which do not scale with the speed of the machine.
     """
     chosen = newest(r for r in records if r.what.op == OP)
     rows = []

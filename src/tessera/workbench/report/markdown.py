@@ -10,7 +10,7 @@ from tessera.workbench.evidence import Key, Record
 
 
 def side_by_side(records: Iterable[Record]) -> list[Record]:
-    """Reorder records so that those of one measurement on several machines are adjacent."""
+    """Reorder records so that the records of one measurement on several machines are adjacent."""
     groups: dict[tuple[Key, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.key._replace(machine=""), series(record)), []).append(record)
@@ -116,7 +116,7 @@ def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *joined(rows)]
     return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
 
@@ -174,7 +174,7 @@ DELETED = ("ablations",)
 
 
 def repeat_with(record: Record) -> str:
-    """Return the command that repeats the record's measurement with today's names.
+    """Return the command that repeats the record's measurement, with the name that the study has today.
 
     For a deleted study, the command first checks out the record's commit.
     """
@@ -199,7 +199,7 @@ def result_of(record: Record) -> str:
 
 
 def interval(low: str, high: str, samples: int) -> str:
-    """Format a 95 % interval, or return an empty text if there are too few samples for one. Every page uses this."""
+    """Format a 95 % interval for any page, or return an empty text if there are too few samples for one."""
     return f" ({low} to {high})" if samples >= evidence.INTERVAL_ROUNDS else ""
 
 

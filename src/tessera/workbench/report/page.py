@@ -56,7 +56,7 @@ TABLES = {
     "granularity": "The cost of tiles, all machines",
     "study": "The cost of the plan's choices, all machines",
 }
-"""Titles of the tables of MACHINE_TABLES, which the documents show for one machine only."""
+"""Name in MACHINE_TABLES -> title. The documents show these tables for one machine only."""
 
 
 def render(records: Iterable[Record]) -> str:

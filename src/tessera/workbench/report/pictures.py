@@ -181,7 +181,7 @@ def recall(records: Sequence[Record]) -> Picture | None:
 
 
 def quality(records: Sequence[Record]) -> Picture | None:
-    """Plot mean task score over the share of keys read, per policy, with 95 % intervals."""
+    """Plot mean task score against the share of keys read, per policy, with 95 % intervals."""
     shown = asked(records, "eval task", "demo")
     if not shown:
         return None
@@ -224,7 +224,7 @@ def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, lab
 
 
 def granularity(records: Sequence[Record]) -> Picture | None:
-    """Plot what coarser tiles cost: KL divergence from dense over keys per tile, a line per query tile size."""
+    """Plot what coarser tiles cost: KL divergence from dense against keys per tile, a line per query tile size."""
     shown = [r for r in asked(records, "eval fidelity", "study") if r.facts["policy"].startswith("tile ")]
     if not shown:
         return None
@@ -280,7 +280,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Plot each figure with a target, relative to it, over time: a panel per machine, or per chip if predicted."""
+    """Plot figures relative to their targets over time: a panel per machine, or per chip for predicted figures."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):
@@ -342,7 +342,7 @@ def predicted(records: Sequence[Record]) -> Picture | None:
 
 
 def lengths(records: Sequence[Record]) -> Picture | None:
-    """Plot time over prompt length, dense and Kascade, and the length from which Kascade is faster, per machine."""
+    """Plot dense and Kascade time against prompt length, and the length from which Kascade is faster, per machine."""
     shown = [r for r in records if r.what.workload.startswith("crossover_") and not r.error]
     if len({r.what.config["tokens"] for r in shown}) < 2:
         return None

@@ -10,7 +10,7 @@ from tessera.workbench.report.markdown import interval, markdown, newest, proven
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Compare the planner's memory and time of whole steps with the compiler's memory and the time of its schedule."""
+    """Compare planned memory and time of whole steps with the memory and the schedule that the compiler reports."""
     chosen = newest(r for r in records if r.what.op == "planned step")
     rows = []
     for record in chosen:
@@ -94,7 +94,7 @@ def fewer_bits(records: Sequence[Record]) -> str:
 
 
 def step_memory(records: Sequence[Record]) -> str:
-    """Show the memory and the time of each step: a row per form (donation, storage or dtype of the step).
+    """Show the memory and the time of each step: a row per form, such as "cache donated" or "bfloat16".
 
     A step's first form is the baseline. The other forms also show, in brackets, the ratio of their memory to the
     baseline's. Times are shown only as such ratios, because other work on the machine slows all forms. A result that

@@ -32,7 +32,7 @@ PEERS = {
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",
     "llama_cpp_own": "llama.cpp, on the file itself",
 }
-"""Workload -> title of the peer whose logits a GGUF file's logits are compared with."""
+"""Workload -> title of the peer that a GGUF file's logits are compared with."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 

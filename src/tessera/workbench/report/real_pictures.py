@@ -1,4 +1,4 @@
-"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept over the share of keys read."""
+"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept, against keys read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

@@ -77,7 +77,7 @@ def days(records: Sequence[Record]) -> str:
 
 
 def day(records: Sequence[Record]) -> Picture | None:
-    """Plot each simulated day: requests per second, and p99 of the time to the first token over its limit."""
+    """Plot each simulated day: requests per second, and the p99 of time to the first token / its limit."""
     chosen = _chosen(records, "day of ")
     if not chosen:
         return None

@@ -90,7 +90,7 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's records that have the same settings as the newest record of their policy on their machine.
+    """Select the records of a `tessera eval` suite with the settings of the newest record of their policy and machine.
 
     The settings include the plan: after a plan changes, a cell stays empty until it is measured under the new plan.
     """
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Format how the chosen config differs from the default. If it does not, add the winner that was refused."""
+    """Format how the chosen config differs from the default. If it does not, name the refused winner, if any."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -316,7 +316,7 @@ def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> st
 
 
 def gates(records: Sequence[Record]) -> str:
-    """Show passed gates, registers, spills and shared memory over all Hopper configurations, failures in bold."""
+    """Show, for each Hopper kernel, passed cases and maximum registers, spills and shared memory; failures in bold."""
     rows, chosen = [], []
     for (kernel, chip), own in gated(records).items():
         chosen += own
@@ -357,7 +357,7 @@ def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
-    """Return three counts of one kernel's cases: those that passed every gate, those tried, and those planned."""
+    """Return the numbers of one kernel's cases that passed every gate, that were tried, and that were planned."""
     passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
     planned = max((r.facts.get("planned", 0) for r in own), default=0)
     return passed, sum(r.facts.get("cases", 0) for r in own), planned

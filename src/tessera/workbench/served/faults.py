@@ -120,7 +120,8 @@ def exact(stand: Stand, seed: int) -> Found:
     """Compare the speed with and without `--exact`; then compare each prompt's answer alone with its answer in a crowd.
 
     Both answers are given under `--exact`. A prompt is alone if requests are sent one at a time, and in a crowd if
-    SLOTS requests run at a time. As a control, a second crowd samples with other seeds: most of its answers must differ.
+    SLOTS requests run at a time. As a control, a second crowd samples with other seeds; most of its answers must
+    differ.
     """
     sizes, count = stand.sizes, stand.scaled(PROMPTS)
 

@@ -1,4 +1,4 @@
-"""Valid values in a model's files, stated independently: the fuzzer's oracle shares no code with the library's loaders.
+"""Define which values are valid in a model's files: the fuzzer's oracle, which shares no code with the loaders.
 
 `nonsense` reads a file that the library accepted and lists the values that the library should have refused.
 """

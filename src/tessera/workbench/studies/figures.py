@@ -128,7 +128,7 @@ TARGETS = MappingProxyType(
 """Figure -> chip -> target: a lower bound if the figure's name has "against", an upper bound otherwise.
 
 v5e misses the target for tile 128 with 128 rows; v6e misses both targets with 128 rows. There, a sparse kernel fetches
-each listed key for only 128 rows (128 flops per byte), and a dense kernel fetches each key for thousands of rows. Main
+each listed key for only 128 rows (128 flops per byte); a dense kernel fetches each key for thousands of rows. Main
 memory is the limit, so only more rows per list help, not other tiles or block sizes.
 """
 
@@ -208,7 +208,7 @@ def xla_ms(program: str, chip: str) -> float:
         total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
         for line in lines[name]:
             if " call-start(%" in line:  # a call-start without operands gets them from a call-update, which is counted
-                raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
+                raise ValueError(f"the compiled program must not start a computation of unknown time: {line.strip()}")
             if " while(" in line:
                 total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])
         return total
@@ -332,7 +332,10 @@ def study(options: Any) -> int:
         made = [r for r in records(found, COMMAND) if known.get(r.what.workload) != (r.median, r.code.commit)]
         evidence.append(STORE, made)
         for record in made:
-            print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
+            print(
+                f"{record.what.workload}: {record.median:.3f} (target {record.comparison.target}, "
+                f"met: {record.comparison.met})"
+            )
         return 0
     code = asdict(evidence.code())
     for chip in options.chip or tpu.TOPOLOGIES:

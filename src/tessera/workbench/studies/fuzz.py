@@ -68,7 +68,7 @@ BYTES_SHARE = 0.25
 LONGEST = 500
 """Maximum characters of a message: a longer error message is unclean, and other messages are cut."""
 WALL_S = 120.0
-"""Maximum seconds of wall time per case; larger than the limit on processor time, for busy machines."""
+"""Maximum seconds of wall time per case. This exceeds the limit on processor time, since the machine may be busy."""
 READY_S = 900.0
 GGUF = "model.gguf"
 TARGETS = {
@@ -127,7 +127,7 @@ class Bench:
         return self.root / kinds.get(name, "whole") / ("" if name == GGUF else "model") / name
 
     def open(self, name: str) -> dict[str, Any]:
-        """Let the worker open the model that a file belongs to; return the worker's reply, or a hang or crash."""
+        """Let the worker open the model that a file belongs to; return its reply, or the outcome "hang" or "crash"."""
         path = self.place(name) if name == GGUF else self.place(name).parent
         try:
             return self.worker.ask({"path": str(path), "limit_s": self.limit_s}, WALL_S)

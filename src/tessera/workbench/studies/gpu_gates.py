@@ -63,7 +63,7 @@ BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
 )
-"""Decode calls as models make them (32 or 64 query heads, 8 KV heads), for the default blocks at head dim 128. The
+"""Decode calls of typical models (32 or 64 query heads, 8 KV heads), for the default blocks at head dim 128. The
 number of splits depends on all of these sizes."""
 DENSE = gpu_prefill.KERNELS[0]
 GRADIENT = "gpu_backward"
@@ -95,7 +95,7 @@ def kernel_of(case: Mapping[str, Any]) -> Kernel:
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the program to compile."""
+    """Return the program to compile for a case."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
         return factory_program(
@@ -193,8 +193,9 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the cases that are compiled only with the causal mask.
 
-    They have default blocks and a single sequence, another group size or, in prefill, odd sizes. Decode also gets the
-    calls in BATCHES, each with the default blocks and with every other number of splits in the search space.
+    They have default blocks, and either a single sequence, another group size or, in prefill, the sizes ODD. Decode
+    also gets the calls in BATCHES, each with the default blocks and with every other number of splits in the search
+    space.
     """
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
@@ -209,7 +210,7 @@ def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases of a call of OTHERS: each configuration of its search space, at the first tile that has it.
+    """Yield the cases of one call in OTHERS: each configuration in its search space, at the first tile that has it.
 
     Each configuration comes once with the causal mask, and once in the last dtype with one of the other masks, in turn.
     """

@@ -65,7 +65,7 @@ CASES = (
 
 
 def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `inspect_step` for a case, with the engine's chunk and the paper's tenth of the keys."""
+    """Return the arguments of `inspect_step` for a case, with the engine's chunk size and a tenth of the keys."""
     fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
     return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length", *TYPES) if name in case}
 
@@ -93,7 +93,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
-    """Plan the speed of a case's model at `length` tokens, with unrolled layers, as `load` runs them."""
+    """Predict the speed of a case's model at `length` tokens by roofline, with unrolled layers, as `load` runs them."""
     config = MODELS[case["model"]]
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch")}
@@ -103,7 +103,7 @@ def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan a compiled step's milliseconds: the roofline time, plus the time of the copies that the step's scan makes.
+    """Predict a compiled step's milliseconds: the roofline time, plus the time of the copies that its scan makes.
 
     A prefill step is the prompt's last chunk. Its roofline time is the whole prompt's minus the earlier chunks'.
     """

@@ -72,7 +72,7 @@ def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's program: batch 1, 8 query heads on 2 KV heads, a tenth of the tiles where sparse.
+    """Return a case's program: batch 1, 8 or 2 query heads, 2 KV heads; sparse calls list a tenth of the tiles.
 
     Raises:
         ValueError: the kernel refuses the call.

@@ -1,10 +1,10 @@
 """Compare the predicted times of a TPU kernel with times that others measured on real chips.
 
-Tokamax ships median times of its TPU attention kernel, measured on v5p, v6e and v7x, and their block sizes. This
+Tokamax ships median times of its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes of each. This
 study compiles the same kernel with the same blocks, predicts its time and compares the two times. It needs the
-environment that `make peers-tpu` builds, and Tokamax's timings: the wheel in that environment holds only v7x's, but the
-Tokamax repository's folder tokamax/data/autotuning holds those of all chips. Compiling every point takes hours on two
-cores, so the study resumes where it stopped.
+environment that `make peers-tpu` builds, and Tokamax's timings. The wheel in that environment holds only the timings of
+v7x; the Tokamax repository's folder tokamax/data/autotuning holds those of all chips. A point is a measured call with
+its block sizes. Compiling every point takes hours on two cores, so the study resumes where it stopped.
 
     make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
     tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
@@ -208,7 +208,7 @@ def records(
 
     Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
     its chips has no points. `planned` maps each chip whose timings are available to all of its points. The facts count
-    the planned and the compiled points, and again only those with big blocks.
+    planned and compiled points, first all of them and then those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
@@ -312,7 +312,7 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-validation`: collect schedules, or report; return 1 if the chip has no timings."""
+    """Run `tessera study tpu-validation`: collect schedules or compare times; return 1 if the chip has no timings."""
     timings = options.timings or installed()
     if options.report:
         found = campaign.lines_to_report(options.out)
