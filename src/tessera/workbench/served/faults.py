@@ -155,7 +155,7 @@ def exact(stand: Stand, seed: int) -> Found:
 
 
 def shutdown(stand: Stand, seed: int) -> Found:
-    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take."""
+    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take to end."""
     stand.close()
     with serving(*stand.sizes.model, "--slots", "2", "--queue", "6", "--context", "512") as server:
 
@@ -184,7 +184,7 @@ def shutdown(stand: Stand, seed: int) -> Found:
 
 
 async def refused(client: Client) -> int:
-    """Send one request; return its status, or 0 if the response lacks Retry-After."""
+    """Send a request that the server should refuse; return the status, or 0 if the response lacks Retry-After."""
     found = await client.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     return found.status_code if int(found.headers.get("retry-after", 0)) > 0 else 0
 

@@ -1,4 +1,4 @@
-"""Compare our server with llama.cpp's: the same model file, machine, prompts and number of clients."""
+"""Compare our server with llama.cpp's, on the same model file and machine, with the same prompts and clients."""
 
 from pathlib import Path
 

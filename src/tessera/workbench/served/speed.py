@@ -132,8 +132,8 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     """Measure how long a long prompt stalls running streams.
 
     The figure is the longest gap between a stream's texts during the long prompt's prefill, divided by the time of one
-    chunk plus the usual gap. The time of a chunk is the time to the first text of such a prompt without other requests,
-    times CHUNK / the prompt's tokens.
+    chunk plus the usual gap. The time of a chunk is CHUNK / the prompt's tokens times the time to the first text of an
+    equally long prompt, sent while no other request runs.
     """
     length = stand.sizes.long
     first, second = client.prompts(2, length, seed=seed + 700)

@@ -1,4 +1,4 @@
-"""Predicted step times and page pools of machines, from the roofline: no compiler, no device.
+"""Predict step times and page pools of machines from the roofline, without a compiler or a device.
 
     step = decode program + prefill program
     program = max(weights, products) + (attention or cache) + links

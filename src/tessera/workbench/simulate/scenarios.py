@@ -18,7 +18,7 @@ WINDOW_S = 1200.0
 PRECISION = 1.05
 """The search for a capacity ends when the smallest rate that failed / the largest rate that passed is at most this."""
 LOAD = 0.8
-"""Load of a day's busiest hour as a share of the capacity."""
+"""Load at a day's busiest moment, as a share of the capacity."""
 LOSSES = (0.39, 0.6, 0.83)
 """Times at which a replica is lost, as fractions of the day: about 09:20, 14:20 and 20:00."""
 TENANTS = 10
@@ -136,7 +136,7 @@ def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[A
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:
-    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is a tenant's served tokens / fair share."""
+    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is served prompt tokens / fair share."""
     asked: dict[str, float] = {}
     served = dict.fromkeys((each.tenant for each in arrivals), 0.0)
     for each in arrivals:

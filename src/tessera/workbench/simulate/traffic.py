@@ -157,7 +157,7 @@ def _longest(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: i
 
 
 class Hashes:
-    """Page hashes of texts, by the prefix cache's own function. The hashes of the last `kept` texts stay cached."""
+    """Page hashes of texts, from the prefix cache's function. The hashes of the `kept` texts used last stay cached."""
 
     def __init__(self, prefix: Prefix, kept: int = 8192):
         self._all = lru_cache(kept)(lambda text, tenant: prefix.hashes(text.tokens(), tenant))

@@ -93,7 +93,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
-    """Predict the speed of a case's model at `length` tokens by roofline, with unrolled layers, as `load` runs them."""
+    """Predict the speed of a case's model at `length` tokens, with unrolled layers, as `load` runs them."""
     config = MODELS[case["model"]]
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch")}

@@ -2,6 +2,8 @@
 
     tessera study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
     tessera study tpu-sweep --report              # one record: what compiled, what did not and why
+
+A call that its kernel refuses counts as not compiled.
 """
 
 import json

@@ -181,7 +181,7 @@ def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predic
 
 
 def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[str, Any]:
-    """Summarize predicted / measured: its median, the median and p90 of |ratio - 1|, and the rank correlation."""
+    """Summarise predicted / measured: its median, the median and p90 of |ratio - 1|, and the rank correlation."""
     ratios = [predicted_ms(p, overheads) / p["measured_ms"] for p in found]
     errors = [abs(r - 1) for r in ratios]
     return {
