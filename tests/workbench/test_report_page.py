@@ -274,7 +274,7 @@ def test_the_page_stands_alone_and_is_well_formed(page):
     "lack", [{"code": evidence.Code(commit=c, dirty=None)} for c in (None, "")] + [{"command": " "}, {"date": ""}]
 )
 def test_a_number_without_provenance_is_refused(lack):
-    with pytest.raises(ValueError, match="names no commit"):
+    with pytest.raises(ValueError, match="must name a commit, a date and a command"):
         report_page.render([dataclasses.replace(record(), **lack)])
 
 

@@ -1,1 +1,1 @@
-"""Render stored records: tables of the documents, pictures, the report page."""
+"""Render stored records as tables for the documents, as pictures and as the HTML report."""

@@ -12,7 +12,7 @@ GOAL = 1e-4
 
 
 def cached(records: Sequence[Record]) -> str:
-    """Show each cache's divergence from dense attention on a float cache, and how many questions it answers right.
+    """Show, for each cache, the KL divergence from dense attention with a float cache and the number of right answers.
 
     Each cell shows the newest record of any machine, since divergences hardly differ between machines.
     """

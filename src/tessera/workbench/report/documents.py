@@ -52,13 +52,13 @@ PAGES = (
 """Files that contain rendered tables."""
 
 OWN_MODEL = "own_model_"
-"""Prefix of the workload names of `tessera bench --model`."""
+"""Prefix of the workload names in records of `tessera bench --model`."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
 
 def headline(records: Sequence[Record]) -> Table:
-    """Show the measured ratios that have a target: a row per workload, a column per machine, missed targets in bold."""
+    """Show measured ratios with a target: a row per comparison, a column per machine. Bold ratios miss their target."""
     chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
     machines = sorted({r.where.machine for r in chosen})
     rows: dict[tuple[str, str], dict[str, Record]] = {}
@@ -78,17 +78,17 @@ def _short(versus: evidence.Comparison) -> str:
 
 
 def speed(records: Sequence[Record]) -> Table:
-    """List the compared measurements of the benchmark suites."""
+    """List the comparisons that the benchmark suites measured."""
     return _compared([r for r in records if not r.what.workload.startswith(OWN_MODEL)])
 
 
 def own_model(records: Sequence[Record]) -> Table:
-    """List the prefill times of `tessera bench --model`, under the plan and dense."""
+    """List the prefill times that `tessera bench --model` measured, under the plan and dense."""
     return _compared([r for r in records if r.what.workload.startswith(OWN_MODEL)])
 
 
 def _compared(records: Sequence[Record]) -> Table:
-    """List every compared measurement: ours, the other side of the same run, ratio with interval, target."""
+    """List each comparison: our result, the other side's, ratio with interval, target. Failed runs are listed too."""
     by_key = {record.key: record for record in records}
     rows, used = [], []
     for record in records:
@@ -114,7 +114,7 @@ def _compared(records: Sequence[Record]) -> Table:
 
 
 def memory(records: Sequence[Record]) -> Table:
-    """Show peak memory: a row per model and machine, a column per prompt length, and the growth per token."""
+    """Show peak memory: a row per model, kernel and machine, a column per prompt length, and the growth per token."""
     chosen = [record for record in records if record.what.op == "memory"]
     measured = [record for record in chosen if not record.error]
     lengths = sorted({record.what.config["tokens"] for record in measured})
@@ -153,7 +153,7 @@ def costs(records: Sequence[Record]) -> Table:
 
 
 def _notes(facts: Mapping[str, object]) -> str:
-    """Format the facts that are numbers or text; a number whose name ends in _s is seconds. Lists are left out."""
+    """Format the facts that are numbers or text. A number whose name ends in _s is in seconds."""
     shown = []
     for name, value in facts.items():
         words = name.removesuffix("_s").replace("_", " ")
@@ -212,9 +212,9 @@ def _trials_failed(record: Record) -> str:
 
 
 def tpu(records: Sequence[Record]) -> str:
-    """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip.
+    """Show predicted figures of the TPU kernels, ratios between compiled calls: a row per figure, a column per chip.
 
-    "HBM" marks a ratio whose first call is bound by memory. The predicted time of that call is bytes / bandwidth.
+    "HBM" marks a figure whose first call is bound by main memory: the call's predicted time is bytes / bandwidth.
     """
     chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
@@ -230,8 +230,8 @@ def tpu(records: Sequence[Record]) -> str:
 def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
     """Build a sort key that keeps families of figures together, in the order of their first members.
 
-    The names of a family differ only in numbers, or extend another figure's name after a comma. Inside a family, names
-    are sorted by their numbers, the last number first, from largest to smallest.
+    The names in a family differ only in numbers, or extend a shorter name after a comma. Within a family, names are
+    sorted by their numbers, largest first; the last number in a name counts most.
     """
 
     def family(figure: str) -> str:
@@ -259,7 +259,7 @@ def _held(record: Record | None) -> str:
 
 
 def prediction(records: Sequence[Record]) -> str:
-    """Show how far predicted times are from measured ones, per chip, with missed goals in bold."""
+    """Show how far predicted times are from measured ones, per group of chips. Figures that miss a goal are in bold."""
     chosen = newest(r for r in records if r.what.op == "prediction")
     rows = []
     for record in chosen:
@@ -333,7 +333,7 @@ MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxy
         "study": report_tables.study,
     }
 )
-"""Tables of measurements by machine. The Markdown pages show one machine, the HTML report shows all."""
+"""Name -> function that draws a table of measurements. Markdown pages show one machine; the HTML report shows all."""
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
@@ -364,7 +364,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "serving": figures_served.figures,
     }
 )
-"""Tables whose functions select the records: those of one run, or the newest if only a compiler decides the result."""
+"""Name -> function that draws a table as Markdown. It selects one run's records or the newest record of each case."""
 
 
 def render(name: str, records: Iterable[Record], *, every_machine: bool = False) -> str:
@@ -373,10 +373,10 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
     Args:
         name: name of a table in MACHINE_TABLES or TABLES.
         records: the stored records.
-        every_machine: draw a table of MACHINE_TABLES for all machines, side by side, not for one.
+        every_machine: show all machines side by side instead of one. Tables of TABLES ignore this.
 
     Raises:
-        ValueError: no table of that name, or no record for it.
+        ValueError: no table has that name, or the table has no record.
     """
     shown = side_by_side(current(records))
     if name in MACHINE_TABLES:
@@ -388,8 +388,8 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
         raise ValueError(f"table {name!r} must be one of {sorted([*MACHINE_TABLES, *TABLES])}")
     if not table:
         raise ValueError(
-            f"table {name!r} has no record: run what measures it first (`tessera bench`, `eval`, `tune`, `verify`, or "
-            "a module of tessera.workbench.studies)"
+            f"table {name!r} has no record: first run the command that measures it (`tessera bench`, `tessera eval`, "
+            "`tessera tune`, `tessera verify`, `tessera study` or `tessera simulate`)"
         )
     return table
 
@@ -398,12 +398,12 @@ COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
     *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer", "simulated serving"),
 )
-"""Operations whose result depends only on a compiler or a roofline. A newer record replaces an older one,
-even if it comes from another machine."""
+"""Operations (`what.op` of a record) whose results do not depend on the machine that computes them: they come from a
+compiler, a roofline or a simulation. A newer record replaces an older one from any machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that no page shows: those of repeated measurements and of earlier runs of the Hopper gates."""
+    """Return the records that no page shows because newer ones, or a newer run of the Hopper gates, replaced them."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]
@@ -413,12 +413,12 @@ def replaced(records: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(text: str, records: Sequence[Record]) -> str:
-    """Return the text with every marked table rendered again."""
+    """Return the text with every table between markers rendered again."""
     return _BLOCK.sub(lambda m: m["open"] + "\n" + render(m["name"], records) + "\n" + m["close"], text)
 
 
 def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
-    """Return the names of a file's tables that differ from the records under a folder, or have no record."""
+    """Return the names of the tables in a page that differ from the records under `folder` or have no record."""
     text, records = Path(readme).read_text(), evidence.collect(folder)
     wrong = []
     for block in _BLOCK.finditer(text):
@@ -433,7 +433,7 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables of the pages in place; `--check` only lists the stale ones (exit code 1)."""
+    """Rewrite the tables of the pages in place. With --check, list stale tables; exit with code 1 if there are any."""
     parser = argparse.ArgumentParser(prog="tessera report --tables", description=main.__doc__)
     parser.add_argument("pages", nargs="*", default=PAGES)
     parser.add_argument("--evidence", default="evidence")
@@ -442,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         wrong = [f"{name} in {page}" for page in options.pages for name in stale(page, options.evidence)]
         for name in wrong:
-            print(f"stale: {name}; `make readme` renders it", file=sys.stderr)
+            print(f"stale: {name}; run `make readme` to render it again", file=sys.stderr)
         return 1 if wrong else 0
     records = evidence.collect(options.evidence)
     for path in map(Path, options.pages):

@@ -13,7 +13,8 @@ OP = "serving figure"
 def figures(records: Sequence[Record]) -> str:
     """Show each figure's median and range over its runs, its goal, and whether it met the goal (misses in bold).
 
-    Of several records of a case, only the newest is shown: its figures are ratios and counts.
+    Only the newest record of each case is shown, whichever machine it comes from, since almost all figures are ratios
+    or counts, which do not scale with the speed of the machine.
     """
     chosen = newest(r for r in records if r.what.op == OP)
     rows = []
@@ -28,7 +29,7 @@ def figures(records: Sequence[Record]) -> str:
 
 
 def shown(figure: Mapping[str, Any]) -> str:
-    """Format the median of a figure's values, and their range if there are several that differ."""
+    """Format the median of a figure's values, and the range of the values unless all are equal."""
     low, high = min(figure["values"]), max(figure["values"])
     median = three(figure["median"])
     return median if low == high else f"{median} ({three(low)} to {three(high)})"

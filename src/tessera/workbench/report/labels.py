@@ -1,4 +1,4 @@
-"""Place each text next to its mark: of the spots with the fewest overlaps (marks, texts, edges), at the nearest."""
+"""Place each text next to its mark: at the nearest of the spots that overlap the fewest marks, texts and edges."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from matplotlib.text import Annotation
 ROOM = (11.0, 9.0)
 """Printer's points (x, y). Texts of font size 7 overlap if their centres are closer than this in both directions."""
 RADII = (10, 14, 19, 25, 32, 40, 49, 59)
-"""Printer's points. Distances from a mark to its text, in the order tried."""
+"""Printer's points. Distances from a mark to its text, in order of preference."""
 NEAR = RADII[1]
-"""Printer's points. A text farther than this from its mark gets a line to it."""
+"""Printer's points. A line joins a text to its mark if they are farther apart than this."""
 DIRECTIONS = [(np.cos(turn), np.sin(turn)) for turn in np.pi * np.array([0, 8, 4, 12, 2, 6, 10, 14, 1, 7, 9, 15]) / 8]
-"""Unit vectors from a mark to its text, in the order of preference: right, left, up, down, diagonals, others."""
+"""Unit vectors from a mark to its text, in order of preference: right, left, up, down, diagonals, others."""
 
 
 def place(

@@ -10,7 +10,7 @@ from tessera.workbench.evidence import Key, Record
 
 
 def side_by_side(records: Iterable[Record]) -> list[Record]:
-    """Reorder records so that those of one measurement on several machines are adjacent."""
+    """Reorder records so that the records of one measurement on several machines are adjacent."""
     groups: dict[tuple[Key, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.key._replace(machine=""), series(record)), []).append(record)
@@ -20,8 +20,8 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 def current(records: Iterable[Record]) -> list[Record]:
     """Return the last record of each key and series (see `series`). A key includes the machine.
 
-    A time with too few samples for an interval does not replace one with an interval at the same sizes and settings,
-    unless an error of the same command came in between.
+    A time with too few samples for an interval does not replace a time with an interval at the same sizes and settings,
+    unless the same command recorded an error in between.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -44,10 +44,11 @@ def _without_short(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def series(record: Record) -> str:
-    """Return the suite or search method that a record's command names; empty if it names none.
+    """Return the suite or search method that a record's command names; an empty text if it names none.
 
-    Records with equal keys from different series do not replace each other: the suites of `tessera eval` and `tessera
-    bench` measure the same things at other settings or sizes, the methods of `tessera tune` search the same space.
+    Records with equal keys from different series do not replace each other. The suites of `tessera eval` and `tessera
+    bench` measure the same things at different settings or sizes, and the methods of `tessera tune` search the same
+    space.
     """
     option = "--method " if record.what.op == "tune" else "--suite "
     return record.command.partition(option)[2].partition(" --only")[0]
@@ -59,7 +60,10 @@ def is_prediction(record: Record) -> bool:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Return the newest record per kernel and workload from any machine, for results that only a compiler decides."""
+    """Return the newest record of each kernel, workload and dtype, from any machine.
+
+    This is for results that do not depend on the machine that computes them, such as a compiler's.
+    """
     found: dict[tuple[str, str, str], Record] = {}
     for record in sorted(records, key=lambda r: r.date):
         found[record.what.kernel, record.what.workload, record.what.dtype] = record
@@ -112,7 +116,7 @@ def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *joined(rows)]
     return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
 
@@ -131,7 +135,7 @@ def _cell(text: str) -> str:
 
 
 def provenance(records: Iterable[Record]) -> str:
-    """State where a table's records come from, in a line per machine and jax version.
+    """State where a table's records come from, on one line per machine and jax version.
 
     Raises:
         ValueError: a record does not name its commit, date and command.
@@ -139,7 +143,9 @@ def provenance(records: Iterable[Record]) -> str:
     groups: dict[str, list[Record]] = {}
     for record in records:
         if not record.traceable:
-            raise ValueError(f"record {record.key} must name a commit, a date and a command before it can be published")
+            raise ValueError(
+                f"record {record.key} must name a commit, a date and a command: measure it again in a git clone"
+            )
         where = record.where
         groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []
@@ -168,7 +174,10 @@ DELETED = ("ablations",)
 
 
 def repeat_with(record: Record) -> str:
-    """Return the command that makes the record today. For a deleted study, it first checks out the record's commit."""
+    """Return the command that repeats the record's measurement, with the name that the study has today.
+
+    For a deleted study, the command first checks out the record's commit.
+    """
 
     def of_today(found: re.Match) -> str:
         if found[1] in DELETED:
@@ -190,7 +199,7 @@ def result_of(record: Record) -> str:
 
 
 def interval(low: str, high: str, samples: int) -> str:
-    """Format a 95 % interval; empty if there are fewer samples than an interval needs. Every page uses this."""
+    """Format a 95 % interval for any page, or return an empty text if there are too few samples for one."""
     return f" ({low} to {high})" if samples >= evidence.INTERVAL_ROUNDS else ""
 
 
@@ -202,5 +211,5 @@ def ratio_of(record: Record) -> str:
 
 
 def keys_read(record: Record) -> str:
-    """Format the mean share of the visible keys that attention read."""
+    """Format the mean share of the visible keys that attention read, or "all"."""
     return "all" if record.mean_density is None else f"{100 * record.mean_density:.0f} %"

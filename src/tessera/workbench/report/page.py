@@ -38,7 +38,8 @@ GROUPS = {
     "tpu sweep": "TPU kernels, compiled",
     "serving figure": "The server against its goals",
 }
-"""Headings by the records' op, in the page's order. Records of any other op follow, with the op as heading."""
+"""Operation (`what.op` of a record) -> heading, in the page's order. Records of any other operation follow, with the
+operation as the heading."""
 
 TABLES = {
     "headline": "Speed in short, all machines",
@@ -55,7 +56,7 @@ TABLES = {
     "granularity": "The cost of tiles, all machines",
     "study": "The cost of the plan's choices, all machines",
 }
-"""Titles of the tables of MACHINE_TABLES, which the documents show for one machine only."""
+"""Name in MACHINE_TABLES -> title. The documents show these tables for one machine only."""
 
 
 def render(records: Iterable[Record]) -> str:
@@ -67,7 +68,9 @@ def render(records: Iterable[Record]) -> str:
     every = list(records)
     for record in every:
         if not record.traceable:
-            raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
+            raise ValueError(
+                f"record {record.key} must name a commit, a date and a command: measure it again in a git clone"
+            )
     latest = current(every)
     pictures = []
     for name, draw in (PICTURES | report_real_pictures.PICTURES | served.PICTURES).items():
@@ -89,24 +92,24 @@ def render(records: Iterable[Record]) -> str:
 
 
 def every_machine(name: str, latest: Sequence[Record]) -> dict[str, Any]:
-    """Return a table of MACHINE_TABLES for all machines, as fields of the template."""
+    """Return a table of MACHINE_TABLES for all machines, as the fields that the template shows."""
     table = MACHINE_TABLES[name](side_by_side(latest))
     rows = list(joined(table.rows))
     return {"title": TABLES.get(name, name), "header": table.header, "rows": rows, "where": sources(table.records)}
 
 
 def bold(text: str) -> Markup:
-    """Escape a cell and turn Markdown's bold into HTML's."""
+    """Escape a cell's text and turn Markdown's bold into HTML's."""
     return Markup(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(text))))
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Return a hash of the records. A page holds the hash of the records that it shows."""
+    """Return a hash of the records. The page states the hash of the records that it shows."""
     return hashlib.sha256("\n".join(map(evidence.encode, records)).encode()).hexdigest()
 
 
 def sources(records: Sequence[Record]) -> list[str]:
-    """List the machine, commits, dates and command of records, in a line per machine and command."""
+    """Return a line of text for each machine and command of the records, with their commits and dates."""
     lines: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
@@ -119,7 +122,7 @@ def sources(records: Sequence[Record]) -> list[str]:
 
 
 def row(record: Record) -> dict[str, Any]:
-    """Return a record as a table row, in fields of the template."""
+    """Return a record as a table row, as the fields that the template shows."""
     versus = record.comparison
     against = ""
     if versus is not None:
@@ -144,10 +147,12 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a page; return their number. Also write some pictures to files next to it.
+    """Render the records under `folder` to the page `out`, and return the number of records.
+
+    The pictures of real models and of simulated days are also written to SVG files next to the page.
 
     Raises:
-        ValueError: the folder holds no records, or one that cannot be traced.
+        ValueError: the folder holds no records, or a record lacks its commit, date or command.
     """
     records = evidence.collect(folder)
     if not records:

@@ -1,4 +1,4 @@
-"""Draw the report's pictures: each function takes records and returns an SVG with the records it shows, or None."""
+"""Draw the report's pictures. Each function takes records and returns a picture, or None if it has nothing to show."""
 
 import io
 import math
@@ -40,7 +40,7 @@ STYLE = {
 
 
 class Picture(NamedTuple):
-    """A picture: a title that says what it shows, its SVG, and the records that it shows."""
+    """Picture of the report: its title, its SVG text, and the records that it shows."""
 
     title: str
     svg: str
@@ -59,7 +59,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
 
 
 def roofline(records: Sequence[Record]) -> Picture | None:
-    """Plot flops per second against flops per byte, a panel per machine; draw the roof if peak rates were measured."""
+    """Plot flops per second against flops per byte, a panel per machine. Draw the roof if peak rates were measured."""
     shown = [r for r in records if r.flops and r.bytes and r.flops_per_s and not r.error]
     if not shown:
         return None
@@ -99,7 +99,7 @@ def _rate(record: Record) -> tuple[float, float]:
 
 
 def _draw_roof(axes: Axes, own: Sequence[Record]) -> str:
-    """Draw the roof of the newest measured ceilings, min(flops/s, bytes/s x flops per byte); return its caption."""
+    """Draw the roof, min(flops/s, bytes/s x flops per byte), of the newest measured peak rates; return a caption."""
     held = [r for r in own if "ceiling_flops_per_s" in r.facts]
     if not held:
         return "\nno record holds its ceilings"
@@ -121,7 +121,7 @@ def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
 
 
 def needles(records: Sequence[Record]) -> Picture | None:
-    """Draw the needle heat map: correct answers by length and depth, one panel per policy."""
+    """Draw the needle heat map: right answers by document length and needle depth, a panel per policy."""
     shown = [r for r in asked(records, "eval task", "demo") if r.facts["kind"] == "single"]
     policies = list(dict.fromkeys(r.facts["policy"] for r in shown))
     lengths = sorted({r.facts["length"] for r in shown})
@@ -181,7 +181,7 @@ def recall(records: Sequence[Record]) -> Picture | None:
 
 
 def quality(records: Sequence[Record]) -> Picture | None:
-    """Plot mean task score over the share of keys read, per policy, with 95 % intervals."""
+    """Plot mean task score against the share of keys read, per policy, with 95 % intervals."""
     shown = asked(records, "eval task", "demo")
     if not shown:
         return None
@@ -224,7 +224,7 @@ def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, lab
 
 
 def granularity(records: Sequence[Record]) -> Picture | None:
-    """Plot KL divergence from dense over keys per tile, a line per query tile: what coarser tiles cost."""
+    """Plot what coarser tiles cost: KL divergence from dense against keys per tile, a line per query tile size."""
     shown = [r for r in asked(records, "eval fidelity", "study") if r.facts["policy"].startswith("tile ")]
     if not shown:
         return None
@@ -280,7 +280,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Plot over time how each compared figure relates to its target: a panel per machine or predicted chip."""
+    """Plot figures relative to their targets over time: a panel per machine, or per chip for predicted figures."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):
@@ -342,7 +342,7 @@ def predicted(records: Sequence[Record]) -> Picture | None:
 
 
 def lengths(records: Sequence[Record]) -> Picture | None:
-    """Plot time over prompt length, dense and Kascade, and the length from which Kascade is faster, per machine."""
+    """Plot dense and Kascade time against prompt length, and the length from which Kascade is faster, per machine."""
     shown = [r for r in records if r.what.workload.startswith("crossover_") and not r.error]
     if len({r.what.config["tokens"] for r in shown}) < 2:
         return None
@@ -381,7 +381,7 @@ def _mark_crossover(axes: Axes, own: Sequence[Record]) -> str:
 
 
 def slots(records: Sequence[Record]) -> Picture | None:
-    """Plot how busy the compiler's schedule keeps each TPU core unit: a panel per call, a bar per unit and chip."""
+    """Plot how busy the schedule keeps each unit of a TPU core: a panel per call, a bar per unit and chip."""
     busy: dict[str, dict[str, Mapping[str, float]]] = {}
     shown = []
     for record in newest(r for r in records if r.what.op == "predicted figure"):
@@ -422,7 +422,7 @@ def slots(records: Sequence[Record]) -> Picture | None:
 
 
 def _shares(busy: Mapping[str, float], units: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Return the per cent of each unit's slots in use, and the per cent that only fill or spill registers."""
+    """Return two lists with a percentage per unit: slots in use, and slots that only fill or spill registers."""
     moved = {name.partition(":")[0]: share for name, share in busy.items() if ":" in name}
     return [100 * busy.get(u, math.nan) for u in units], [100 * moved.get(u, 0.0) for u in units]
 
@@ -446,4 +446,4 @@ PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = Ma
         for draw in (roofline, progress, lengths, predicted, slots, quality, needles, recall, granularity, tuning)
     }
 )
-"""Every picture by name, in the page's order."""
+"""Name -> function that draws the picture, in the page's order."""

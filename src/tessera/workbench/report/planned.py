@@ -10,7 +10,7 @@ from tessera.workbench.report.markdown import interval, markdown, newest, proven
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Compare the planner's memory and time of whole steps with the compiled memory and the schedule's time."""
+    """Compare planned memory and time of whole steps with the memory and the schedule that the compiler reports."""
     chosen = newest(r for r in records if r.what.op == "planned step")
     rows = []
     for record in chosen:
@@ -43,9 +43,9 @@ TITLES = MappingProxyType(
 
 
 def parts(records: Sequence[Record]) -> str:
-    """Show the predicted time of a layer's parts: a row per form (way to compile the part), a column per chip.
+    """Show the predicted time of a layer's parts: a row per form (way to compute the part), a column per chip.
 
-    A part's first form is its baseline: the other forms also show their share of the first form's time.
+    A part's first form is the baseline. The other forms also show the ratio of their time to the baseline's.
     """
     chosen = newest(r for r in records if r.what.op == "part of a layer")
     chips = sorted({r.facts["chip"] for r in chosen})
@@ -68,13 +68,13 @@ def parts(records: Sequence[Record]) -> str:
 
 
 FASTER = 1.7
-"""Goal: minimum ratio of decoding speeds, with fewer bits per weight over with bfloat16 weights."""
+"""Goal: minimum ratio of the decoding speed with fewer bits per weight to that with bfloat16 weights."""
 MOST_MS = {"llama-3.1-70b": 9.0}
-"""Goal: maximum milliseconds per decoded token of a model with fewer bits per weight, under its plan."""
+"""Model -> goal: maximum milliseconds per decoded token with fewer bits per weight, under the model's plan."""
 
 
 def fewer_bits(records: Sequence[Record]) -> str:
-    """Show predictions for weights and caches in fewer bits: bytes per device, time per token, and goals."""
+    """Show predictions for weights and caches in fewer bits: bytes per device, time per decoded token, and goals."""
     found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "planned step")}
     chosen = {name: r for name, r in found.items() if r.facts.get("decode_ms")}
     rows = []
@@ -94,11 +94,11 @@ def fewer_bits(records: Sequence[Record]) -> str:
 
 
 def step_memory(records: Sequence[Record]) -> str:
-    """Show the memory and the time of each step in several forms: a row per form.
+    """Show the memory and the time of each step: a row per form, such as "cache donated" or "bfloat16".
 
-    A step's first form is its baseline. Other forms show the ratio of their memory to the baseline's in brackets. Times
-    are shown only as such ratios, because other work on the machine slows all forms. A result that takes the place of
-    a donated argument counts once, as an argument.
+    A step's first form is the baseline. The other forms also show, in brackets, the ratio of their memory to the
+    baseline's. Times are shown only as such ratios, because other work on the machine slows all forms. A result that
+    takes the place of a donated argument counts once, as an argument.
     """
     chosen = newest(r for r in records if r.what.op == "memory of a step")
     first: dict[str, Record] = {}

@@ -1,4 +1,8 @@
-"""Render the tables of `tessera eval --suite real`: a row per question, a column per contender at the plan's budget."""
+"""Render the tables of `tessera eval --suite real`: a row per question, a column per contender.
+
+A contender is the plan, or a policy that reads as many keys but chooses them by another rule. The control is the plan
+without the far keys that it selects.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,18 +26,18 @@ COLUMNS = (
 """Titles of contenders, in the order of columns. A contender without a record has no column."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
-"""Titles of the contenders whose divergence `gaps` divides by that of EXACT."""
+"""Titles of the contenders whose divergence `gaps` divides by the divergence of EXACT."""
 PEERS = {
     "transformers": "transformers, on the converted folder",
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",
     "llama_cpp_own": "llama.cpp, on the file itself",
 }
-"""Workload -> title of the reference that a GGUF file's logits are compared with."""
+"""Workload -> title of the peer that a GGUF file's logits are compared with."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
-    """Select an op's records of one run at one commit: the run with the most records (ties: the latest).
+    """Select the records of `op` from one run at one commit: the run with the most records (ties: the latest).
 
     The contender NEAR reads all keys in the heads where the plan does, and a window in the others. If the plan has no
     such heads, NEAR equals the window and is left out.
@@ -64,7 +68,10 @@ def tiles(records: Sequence[Record]) -> str:
 
 
 def gaps(records: Sequence[Record]) -> str:
-    """Show divergence as a multiple of the divergence of EXACT, each layer's own exact choice of as many keys."""
+    """Show each contender's divergence as a multiple of the divergence of EXACT.
+
+    Under EXACT, every layer chooses tiles by its own exact attention, and reads as many keys as under the plan.
+    """
     exact = {_question(r): r for r in answered(records, TEXT) if r.facts["policy"] == EXACT}
     shown = [r for r in answered(records, TEXT) if _question(r) in exact and r.facts["policy"] in GAPS]
     return _by_question(
@@ -76,7 +83,7 @@ def gaps(records: Sequence[Record]) -> str:
 
 
 def others(records: Iterable[Record]) -> str:
-    """Compare other plans with the evaluated plan, on text, then on questions, in the largest run that has any."""
+    """Compare other plans with the evaluated plan, on text, then on questions, in the largest run with other plans."""
     runs = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
     run = [r for r in records if (series(r), r.code.commit) in runs]
     shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
@@ -122,7 +129,7 @@ def _times(record: Record, exact: Record) -> str:
 
 
 def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callable[[Record], str], lead: str) -> str:
-    """Format a table with a row per question, in the order asked, and a column per contender."""
+    """Format a table with a row per question, in the order of the records, and a column per contender."""
     rows: dict[str, dict[str, Record]] = {}
     for record in records:
         rows.setdefault(_question(record), {})[record.facts["policy"]] = record
@@ -139,7 +146,7 @@ def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callab
 def _head(question: str, found: dict[str, Record]) -> str:
     """Format the row's first cell: the question, and how many of its answers dense finds.
 
-    A remark follows if the control answers the question as well as the plan.
+    A remark follows if the control answers the question as well as the plan does.
     """
     dense, plan = found.get("dense"), found.get("the plan")
     if dense is not None and dense.what.op == TASK:
@@ -149,7 +156,7 @@ def _head(question: str, found: dict[str, Record]) -> str:
 
 
 def untold(plan: Record) -> str:
-    """Return the remark for a question that the control answers as well as the plan; else an empty string."""
+    """Return a remark if the control answers the question as well as the plan does, else an empty text."""
     return UNTOLD if plan.facts.get("against_control", {}).get("says_nothing", False) else ""
 
 
@@ -169,7 +176,7 @@ def _kept(record: Record) -> str:
 
 
 def kept(record: Record) -> str:
-    """Format the share of dense's right answers that a policy keeps, and its interval over redrawn documents."""
+    """Format the share of dense's right answers that a policy keeps, with a bootstrap interval over documents."""
     facts = record.facts
     if facts.get("kept") is None:
         return "dense finds none"

@@ -1,4 +1,4 @@
-"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept over the share of keys read."""
+"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept, against keys read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,7 +29,7 @@ LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "random tiles": (COLOURS[4], "d"),
     }
 )
-"""Colour and mark of each contender's family."""
+"""Contender -> colour and mark, which are the same at every budget of keys."""
 
 BARS = "(bars: 95 % intervals, of at least five blocks or documents; single marks near the plan are at its keys)"
 
@@ -38,7 +38,7 @@ Point = tuple[float, float, float, float]
 
 
 def real_text(records: Sequence[Record]) -> Picture | None:
-    """Plot divergence from dense, mean of the domains, over keys read: a panel per range of positions."""
+    """Plot divergence from dense, averaged over domains, against keys read: a panel per range of positions."""
     shown = [r for r in answered(records, TEXT) if r.what.kernel in LOOKS]
     if not shown:
         return None
@@ -64,7 +64,7 @@ def real_text(records: Sequence[Record]) -> Picture | None:
 
 
 def real_needles(records: Sequence[Record]) -> Picture | None:
-    """Plot the share of dense's needles that a policy keeps over keys read: a panel per length."""
+    """Plot the share of dense's needles that each policy keeps, against the share of keys read: a panel per length."""
     shown = [r for r in answered(records, TASK) if r.what.kernel in LOOKS and r.facts["kind"] == "single"]
     shown = [r for r in shown if r.facts.get("kept") is not None]
     if not shown:
@@ -95,7 +95,7 @@ def _size(panels: int) -> tuple[float, float]:
 def _panels(
     figure: Figure, panels: Sequence[Mapping[tuple[str, str], Point]], titles: Sequence[str], label: str, *, log: bool
 ) -> None:
-    """Draw two panels per row with one legend. A line joins a family's points at different budgets."""
+    """Draw two panels per row with one legend. A line joins a contender's points at different budgets of keys."""
     axes_of = figure.subplots(-(-len(panels) // 2), min(2, len(panels)), sharey=True, squeeze=False).flat
     for axes, panel, title in zip(axes_of, panels, titles):
         for name in LOOKS:
@@ -120,7 +120,7 @@ def _panels(
 
 
 def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
-    """Draw one family's points with their intervals. The plan's points are larger and on top."""
+    """Draw one contender's points with their intervals. The plan's points are larger and on top."""
     (colour, mark), main = LOOKS[name], name == "plan"
     read, value, low, high = np.transpose(points)
     if len(points) == 1 and name not in (
@@ -149,4 +149,4 @@ def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType(
     {"real-kl": real_text, "real-needles": real_needles}
 )
-"""Pictures by file name. The report also writes each to its own SVG file."""
+"""File name -> function that draws the picture. The report also writes each picture to its own SVG file."""

@@ -13,7 +13,7 @@ Row = tuple[list[str], list[Record]]
 
 
 def roadmap(records: Sequence[Record]) -> str:
-    """Show a row per target: phase, target, result, whether it is met. A phase without records has no rows."""
+    """Show a row per target: phase, target, result, and a verdict. A phase without records has no rows."""
     rows, used = [], []
     for phase in (_correct, _answers, _measured, _compiled, _predictions, _tpu, _hopper):
         for row, own in phase(records):
@@ -37,7 +37,7 @@ def _correct(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _answers(records: Sequence[Record]) -> Iterator[Row]:
-    """Yield a row per length: the share of dense's needles that the plan keeps, for the suite's default model only."""
+    """Yield a row per length: the share of dense's needles that the default model's plan keeps."""
     asked = real.answered([r for r in records if "--model" not in r.command], real.TASK)
     for r in sorted((r for r in asked if r.what.kernel == "plan"), key=lambda r: r.facts["length"]):
         if r.facts["kind"] == "single" and r.facts["policy"] == "the plan" and r.facts.get("kept") is not None:
@@ -46,7 +46,7 @@ def _answers(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _measured(records: Sequence[Record]) -> Iterator[Row]:
-    """Yield a row per timed workload with a target: its ratio on every machine."""
+    """Yield a row per timed comparison that has a target: its ratio on every machine."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if r.what.op in ("attention", "model") and r.comparison and r.comparison.target and not r.error:

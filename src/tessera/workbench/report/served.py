@@ -15,7 +15,7 @@ OP = "simulated serving"
 
 
 def _chosen(records: Sequence[Record], scenario: str) -> list[tuple[str, str, Record]]:
-    """Return (machine, rest of the name, record) of each newest record whose scenario's name starts with `scenario`."""
+    """Return (machine, rest of the name, newest record) of each scenario whose name starts with `scenario`."""
     found = []
     for record in newest(r for r in records if r.what.op == OP):
         machine, name = record.what.workload.split(", ", 1)
@@ -25,7 +25,7 @@ def _chosen(records: Sequence[Record], scenario: str) -> list[tuple[str, str, Re
 
 
 def capacities(records: Sequence[Record]) -> str:
-    """Show the load that one replica serves within the limits, by mix, attention and scheduler."""
+    """Show the load that one replica serves within the latency limits, by request mix, attention and scheduler."""
     chosen = _chosen(records, "capacity, ")
     rows = []
     for machine, mix, record in chosen:
@@ -77,7 +77,7 @@ def days(records: Sequence[Record]) -> str:
 
 
 def day(records: Sequence[Record]) -> Picture | None:
-    """Plot each simulated day: requests per second, and p99 of the time to the first token over its limit."""
+    """Plot each simulated day: requests per second, and the p99 of time to the first token / its limit."""
     chosen = _chosen(records, "day of ")
     if not chosen:
         return None
@@ -100,4 +100,4 @@ def day(records: Sequence[Record]) -> Picture | None:
 
 
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType({"served-day": day})
-"""Pictures by file name. The report also writes each to its own SVG file."""
+"""File name -> function that draws the picture. The report also writes each picture to its own SVG file."""

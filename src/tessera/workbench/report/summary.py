@@ -1,4 +1,4 @@
-"""Render the README's table: answers, closeness and speed of one real model, and kernels compiled without a chip."""
+"""Render the README's table: answers, closeness to dense and speed of a model, then kernels compiled without a chip."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _needles(records: Sequence[Record]) -> Row:
-    """Show the needles kept by the plan at each length, and by the window and the control at the shortest length."""
+    """Show needles kept: at each length by the plan, and at the shortest length also by the window and the control."""
     asked = {
         (r.facts["policy"], r.facts["length"]): r
         for r in real.answered(_of_smollm2(records), real.TASK)
@@ -138,5 +138,5 @@ def _bold_unless(text: str, met: bool) -> str:
 
 def _held(found: Any, what: str) -> Any:
     if not found:
-        raise ValueError(f"table 'summary' has no record of {what}")
+        raise ValueError(f"table 'summary' has no record of {what}: first run the command that measures it")
     return found

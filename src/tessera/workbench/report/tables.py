@@ -23,7 +23,7 @@ HELD_OUT = "held-out text"
 MASS = "attention mass"
 """Start of the workload name of each record that measures the attention mass kept by a policy."""
 PASS_KEY = "single"
-"""The one kind of task in the study of a plan's settings: find a pass key."""
+"""Kind of the only task in the study of a plan's settings: find a pass key."""
 
 
 def policies(records: Sequence[Record]) -> Table:
@@ -67,7 +67,7 @@ def granularity(records: Sequence[Record]) -> Table:
 
 
 def study(records: Sequence[Record]) -> Table:
-    """Show the plans with one setting changed (other than the tile sizes); the unchanged plan comes first."""
+    """Show the unchanged plan, then the plans that differ from it in one setting other than the tile sizes."""
     chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
@@ -90,9 +90,9 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's `tessera eval` records, only those with the same settings as their policy's newest record.
+    """Select the records of a `tessera eval` suite with the settings of the newest record of their policy and machine.
 
-    The settings include the plan. After a plan changes, a cell stays empty until the new plan answers its question.
+    The settings include the plan: after a plan changes, a cell stays empty until it is measured under the new plan.
     """
     asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
@@ -111,7 +111,7 @@ def _kind(record: Record) -> tuple[str, int | None]:
 
 
 def _tiles(record: Record) -> tuple[int, int] | None:
-    """Return (tile, query tile) if the study changed them, else None."""
+    """Return (tile, query tile) if the record's policy changes these sizes, else None."""
     if not _policy(record).startswith("tile "):
         return None
     tile, query_tile = _policy(record).split(", ")
@@ -158,7 +158,7 @@ def _divergence(record: Record | None) -> str:
 
 
 def _mass(record: Record | None) -> str:
-    """Format the attention mass kept, with one digit more than scores, since it is near 100 %."""
+    """Format the attention mass kept, with one more digit than scores have, since it is near 100 %."""
     if not _good(record):
         return _failed(record)
     mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Format how the chosen config differs from the default; if it is the default, add the winner that was refused."""
+    """Format how the chosen config differs from the default. If it does not, name the refused winner, if any."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -258,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the interval of the gain; empty if the winner was refused, since the stored interval belongs to it."""
+    """Format the gain's interval; omit it if the winner was refused, since the stored interval is the winner's."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format a variant's time and main-loop cycles as multiples of the unchanged kernel's, whose own stay absolute."""
+    """Format time and main-loop cycles: absolute for the kernel "as it is", else as multiples of its values."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
@@ -316,7 +316,7 @@ def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> st
 
 
 def gates(records: Sequence[Record]) -> str:
-    """Show passed gates, registers, spills and shared memory over all Hopper configurations, failures in bold."""
+    """Show, for each Hopper kernel, passed cases and maximum registers, spills and shared memory; failures in bold."""
     rows, chosen = [], []
     for (kernel, chip), own in gated(records).items():
         chosen += own
@@ -349,7 +349,7 @@ def gates(records: Sequence[Record]) -> str:
 
 
 def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Group the gate records of each kernel's last run by (kernel, chip), sorted."""
+    """Return (kernel, chip) -> records of the kernel's last run of the gates, sorted by kernel and chip."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in newest(r for r in records if r.what.op == "gpu gates"):
         groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
@@ -357,15 +357,15 @@ def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
-    """Return three counts of one kernel's cases: those that passed every gate, those tried, and those planned."""
+    """Return the numbers of one kernel's cases that passed every gate, that were tried, and that were planned."""
     passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
     planned = max((r.facts.get("planned", 0) for r in own), default=0)
     return passed, sum(r.facts.get("cases", 0) for r in own), planned
 
 
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Return the records of a kernel's last run: the newest, up to the number of cases that this run tried.
-    Older records, of configurations that left the search space, are left out."""
+    """Return the records of a kernel's last run: the newest ones, up to the number of cases that this run tried.
+    This leaves out older records, whose configurations are no longer in the search space."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
     left, kept = ordered[0].facts.get("tried", math.inf), []
     for record in ordered:
@@ -377,7 +377,7 @@ def last_run(records: Sequence[Record]) -> list[Record]:
 
 
 def rooflines(records: Sequence[Record]) -> str:
-    """Show the Hopper kernels' target figures, each with its roofline; a target beyond the roofline is in bold."""
+    """Show the Hopper kernels' figures at the roofline, with their targets; a target beyond the roofline is in bold."""
     chosen = newest(r for r in records if r.what.op == "roofline figure")
     rows = []
     for record in chosen:
@@ -398,7 +398,7 @@ def rooflines(records: Sequence[Record]) -> str:
 
 
 def _machine_code(record: Record) -> str:
-    """Format the highest register count and spilled bytes of the figure's calls, and failed gates in bold."""
+    """Format the highest register count and the most spilled bytes of the figure's calls, and failed gates in bold."""
     calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
     if not calls:
         return ""

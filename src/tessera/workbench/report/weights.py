@@ -1,4 +1,4 @@
-"""Render the table of `tessera eval --suite real-weights`, the cost of fewer bits per weight: a row per format."""
+"""Render the table of `tessera eval --suite real-weights`: what fewer bits per weight cost, a row per format."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def weights(records: Sequence[Record]) -> str:
 
 
 def divergence(records: Sequence[Record], policy: str) -> str:
-    """Format the mean KL over all domains' blocks; name the domains if there are not three."""
+    """Format the mean KL over the blocks of text of all domains; name the domains unless there are three."""
     own = [r for r in records if r.what.op == TEXT_OP and r.facts["policy"] == policy]
     if not own:
         return ""
@@ -48,6 +48,6 @@ def divergence(records: Sequence[Record], policy: str) -> str:
 
 
 def needles(records: Sequence[Record], policy: str) -> str:
-    """Format the share kept of the answers that the reference finds: dense attention with float weights."""
+    """Format the share of the reference's right answers that are kept. The reference is dense, on float weights."""
     found = [r for r in records if r.what.op == TASK_OP and r.facts["policy"] == policy]
     return "; ".join(kept(r) if "kept" in r.facts else "reference" for r in found)

@@ -17,7 +17,7 @@ import httpx2
 from tessera.serve import load
 
 READY_S = 1800.0
-"""Maximum seconds for a server to start and compile its programs. On a busy machine this takes long."""
+"""Maximum seconds for a server to start and compile its programs, which takes long on a busy machine."""
 ADDRESS = re.compile(r"http://[\d.]+:\d+")
 KEYS = tuple(f"key-{number}" for number in range(32))
 """API keys of every server, one per tenant. Tenants do not share cached prompts."""
@@ -88,7 +88,7 @@ class Server:
         return asyncio.run(run())
 
     def kill(self) -> None:
-        """Send SIGKILL, if the process still runs."""
+        """Send SIGKILL if the process still runs, and wait until it has ended."""
         self.process.kill()
         self.process.wait()
 
@@ -102,7 +102,9 @@ class Server:
         end = time.monotonic() + READY_S
         while not (found := condition()):
             if self.process.poll() is not None:
-                raise ValueError(f"the server ended with exit code {self.process.returncode}: {self.log[-500:]}")
+                raise ValueError(
+                    f"the server ended at start-up with exit code {self.process.returncode}: {self.log[-500:]}"
+                )
             if time.monotonic() > end:
                 raise ValueError(f"the server was not ready within {READY_S:g} s: {self.log[-500:]}")
             time.sleep(0.1)
@@ -110,7 +112,7 @@ class Server:
 
 
 class Client:
-    """Sends completion requests to a server; each API key is a tenant. Use it with `async with`."""
+    """Client that sends completion requests to a server; each API key is a tenant. Use it with `async with`."""
 
     def __init__(self, url: str, keys: Sequence[str] = KEYS):
         self.url, self.keys = url, keys

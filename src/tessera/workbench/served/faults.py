@@ -99,7 +99,7 @@ async def torment(client: Client, count: int, seed: int, *, clients: int = OPEN)
 
 
 async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> str:
-    """Stream an answer with pauses; return its finish reason or error, "unnamed" if it has neither."""
+    """Stream an answer with pauses; return its finish reason or error, or "unnamed" if it has neither."""
     end, body = "unnamed", {"prompt": prompt, "max_tokens": new, "stream": True}
     try:
         async with client.http.stream("POST", "/v1/completions", json=body) as found:
@@ -117,9 +117,10 @@ async def read(client: Client, prompt: list[int], new: int, pause_s: float) -> s
 
 
 def exact(stand: Stand, seed: int) -> Found:
-    """Compare the speed of `--exact` with the default's, and each prompt's answer alone with its answer in a crowd.
+    """Compare the speed with and without `--exact`; then compare each prompt's answer alone with its answer in a crowd.
 
-    A crowd is SLOTS requests at a time. As a control, a second crowd samples with other seeds: most of its answers must
+    Both answers are given under `--exact`. A prompt is alone if requests are sent one at a time, and in a crowd if
+    SLOTS requests run at a time. As a control, a second crowd samples with other seeds; most of its answers must
     differ.
     """
     sizes, count = stand.sizes, stand.scaled(PROMPTS)
@@ -154,7 +155,7 @@ def exact(stand: Stand, seed: int) -> Found:
 
 
 def shutdown(stand: Stand, seed: int) -> Found:
-    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take."""
+    """Send SIGTERM to a server with a full queue; check its responses, and time how long open requests take to end."""
     stand.close()
     with serving(*stand.sizes.model, "--slots", "2", "--queue", "6", "--context", "512") as server:
 
@@ -183,7 +184,7 @@ def shutdown(stand: Stand, seed: int) -> Found:
 
 
 async def refused(client: Client) -> int:
-    """Send one request; return its status, or 0 if the response lacks Retry-After."""
+    """Send a request that the server should refuse; return the status, or 0 if the response lacks Retry-After."""
     found = await client.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     return found.status_code if int(found.headers.get("retry-after", 0)) > 0 else 0
 

@@ -1,4 +1,4 @@
-"""Compare with llama.cpp's server on the same model file, machine and prompts, with as many clients."""
+"""Compare our server with llama.cpp's, on the same model file and machine, with the same prompts and clients."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PYTHON = Path(".venv-peers/bin/python")
 
 
 def llama_cpp(stand: Stand, seed: int) -> Found:
-    """Compare tokens per second of SLOTS clients at once on our server with those on llama.cpp's.
+    """Compare the tokens per second of SLOTS concurrent clients on our server and on llama.cpp's.
 
     Our server is timed before and after llama.cpp's; both stay loaded.
 
@@ -24,7 +24,7 @@ def llama_cpp(stand: Stand, seed: int) -> Found:
     """
     sizes, threads = stand.sizes, hardware.cpu().cores
     if not PYTHON.exists():
-        raise ValueError(f"{PYTHON} does not exist: `make peers` builds it")
+        raise ValueError(f"{PYTHON} does not exist: run `make peers` to build the peers' environment")
     server, peer = stand.server(), Peer(PYTHON, SCRIPT)
 
     def prompts(client: Client, part: int) -> list[list[int]]:

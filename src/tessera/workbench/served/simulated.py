@@ -25,7 +25,7 @@ TAIL_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Padded:
-    """Step times with padding: a decode step runs the smallest batch of `batches` that has room for its rows."""
+    """Step times that include padding: a decode step runs the smallest of `batches` that has room for its rows."""
 
     costs: LinearCosts
     batches: tuple[int, ...]

@@ -34,7 +34,7 @@ OTHERS_SHARE = 0.1
 
 
 def crowd(stand: Stand, seed: int) -> Found:
-    """Compare tokens per second of 16 clients at once with those of one client."""
+    """Compare the tokens per second of SLOTS concurrent clients with those of one client."""
     sizes, server = stand.sizes, stand.server()
 
     async def talk(client: Client) -> Found:
@@ -73,7 +73,7 @@ def document(stand: Stand, seed: int) -> Found:
         apart = [await client.ask(prompt, ANSWER_TOKENS) for prompt in others]
         cold = [await client.ask(prompt, ANSWER_TOKENS, tenant=1 + i) for i, prompt in enumerate(prompts)]
         if any(cached(found) for found in (*apart, *cold)):
-            raise ValueError("a cold prompt was found in the cache: the comparison needs fresh prompts and tenants")
+            raise ValueError("a prompt that should be new was found in the cache: run this case on a new server")
         first, *later = first_s(told)
         other, *others_later = first_s(apart)
         figures = {
@@ -132,7 +132,8 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     """Measure how long a long prompt stalls running streams.
 
     The figure is the longest gap between a stream's texts during the long prompt's prefill, divided by the time of one
-    chunk plus the usual gap. The time of a chunk is that of the prompt alone, times CHUNK / the prompt's tokens.
+    chunk plus the usual gap. The time of a chunk is CHUNK / the prompt's tokens times the time to the first text of an
+    equally long prompt, sent while no other request runs.
     """
     length = stand.sizes.long
     first, second = client.prompts(2, length, seed=seed + 700)
@@ -196,10 +197,10 @@ def fairness(stand: Stand, seed: int) -> Found:
 
 
 async def contend(client: Client, sizes: Sizes, count: int, seed: int) -> tuple[list[int], float]:
-    """Let all tenants keep requests open until `count` have ended in all; return tokens per tenant, and seconds.
+    """Let all tenants keep requests open until `count` have ended in total; return tokens per tenant, and seconds.
 
-    The greedy tenant keeps GREEDY * SLOTS / 2 requests open, each other tenant SLOTS / 2. The first third of the
-    requests is not counted, since a tenant may at first get ahead by its longest request.
+    The greedy tenant keeps GREEDY * SLOTS / 2 requests open, and each other tenant SLOTS / 2. The tokens and seconds of
+    the first third of the requests are not counted, since a tenant may at first get ahead by its longest request.
     """
     clients = [SLOTS // 2] * OTHERS
     clients.insert(0, GREEDY * SLOTS // 2)

@@ -52,7 +52,7 @@ MODELS = {
 
 @dataclass(eq=False, kw_only=True)
 class Stand:
-    """Owner of the one running server, which it restarts only if a case needs other flags or the server has ended.
+    """Owner of the one running server. A new server starts only if a case needs other flags or the old one has ended.
 
     Attributes:
         sizes: the model, with the sizes of its requests.
@@ -76,7 +76,7 @@ class Stand:
         )
 
     def server(self, *more: str) -> Server:
-        """Return a running server with these additional flags; if there is none, end any other server and start one."""
+        """Return a running server with these additional flags. If none runs, kill any other server and start one."""
         flags = self.flags(*more)
         if self._held is None or self._held[0] != flags or self._held[1].process.poll() is not None:
             self.close()

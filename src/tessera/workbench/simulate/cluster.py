@@ -1,8 +1,8 @@
-"""Replicas behind a router that sends prompts with the same start to the same replica, and losses of replicas.
+"""Simulate replicas behind a router, and losses of replicas. Prompts with the same start go to the same replica.
 
-Rendezvous hashing of a prompt's first page (of a chat's whole text) ranks the replicas. A request goes to the first
-one, or to the second if the second's queued prefill is shorter by more than SPILL_S seconds. If a replica is lost, its
-requests start again on others. Their arrival times and deadlines do not change.
+Rendezvous hashing of a prompt's first page (for a chat, of its whole text) ranks the replicas. A request goes to the
+first one, or to the second if the second's queued prefill is shorter by more than SPILL_S seconds. If a replica is
+lost, its requests start again on others. Their arrival times and deadlines do not change.
 """
 
 from collections.abc import Iterable, Sequence

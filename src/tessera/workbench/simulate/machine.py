@@ -1,4 +1,4 @@
-"""Predicted step times and page pools of machines, from the roofline: no compiler, no device.
+"""Predict step times and page pools of machines from the roofline, without a compiler or a device.
 
     step = decode program + prefill program
     program = max(weights, products) + (attention or cache) + links
@@ -28,7 +28,7 @@ UNIT = 256
 """Positions of a segment and of a page: a multiple of the tile and of the query tile on accelerators."""
 LONGEST = 131072
 GRID = 4096
-"""Positions between two predictions of attention and cache times. Other lengths are interpolated."""
+"""Positions between two predictions of attention and cache times. Times at other lengths are interpolated."""
 
 Attention = Literal["dense", "kascade"]
 
@@ -98,7 +98,7 @@ def step_times(machine: Machine, attention: Attention) -> StepTimes:
     """Predict the step times of a machine.
 
     Kascade follows the paper's plan and reads a tenth of the keys. Segments below the cross-over run dense. The
-    cross-over is the shortest predicted length from which on Kascade is faster.
+    cross-over is the shortest predicted length from which Kascade stays faster.
     """
     config = MODELS[MODEL]
     policy = recipe(config, MODEL)

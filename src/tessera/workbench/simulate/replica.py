@@ -17,7 +17,7 @@ from tessera.runtime.scheduler import Costs, Scheduler, Work
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
-"""Maximum decode steps simulated as one while no request waits or prefills. Their times are nearly equal."""
+"""Maximum number of decode steps simulated as one while no request waits or prefills. Their times are nearly equal."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,8 +50,8 @@ class Replica:
         now_s: end of the last step.
         busy_s: seconds of all steps.
         gaps: milliseconds of a step, rounded down -> number of tokens decoded in such steps.
-        ended: requests that ended since the list was last emptied.
-        preempted: number of times that a request lost its pages to another.
+        ended: requests that have ended.
+        preempted: number of times that a running request lost its row and pages.
     """
 
     def __init__(self, scheduler: Scheduler, num_pages: int, *, slots: int = 64, costs: Costs | None = None):

@@ -12,13 +12,13 @@ from tessera.workbench.simulate.machine import MACHINES, Attention
 from tessera.workbench.simulate.traffic import MIXES, Arrival, Stream
 
 GOAL = 0.99
-"""Share of requests that must meet both limits."""
+"""Share of requests that must meet both limits: on the first token and on later tokens (`cluster.good`)."""
 WINDOW_S = 1200.0
 """Seconds of constant load in each trial of the search for a capacity."""
 PRECISION = 1.05
 """The search for a capacity ends when the smallest rate that failed / the largest rate that passed is at most this."""
 LOAD = 0.8
-"""Load of a day's busiest hour as a share of the capacity."""
+"""Load at a day's busiest moment, as a share of the capacity."""
 LOSSES = (0.39, 0.6, 0.83)
 """Times at which a replica is lost, as fractions of the day: about 09:20, 14:20 and 20:00."""
 TENANTS = 10
@@ -29,7 +29,7 @@ GREEDY = 10.0
 def capacity(
     machine: str, attention: Attention, policy: Policy, mix: str, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
-    """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within both limits.
+    """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within the limits.
 
     Returns:
         the rate, the summary of its run, and `tried`: every rate tried and whether it passed.
@@ -136,7 +136,7 @@ def tenants(rate: float, factor: float, seconds: float, seed: int = 0) -> list[A
 
 
 def jain(arrivals: Sequence[Arrival], outcome: Outcome, until_s: float) -> float:
-    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is a tenant's served tokens / fair share."""
+    """Return Jain's index of n tenants, (sum x)^2 / (n sum x^2), where x is served prompt tokens / fair share."""
     asked: dict[str, float] = {}
     served = dict.fromkeys((each.tenant for each in arrivals), 0.0)
     for each in arrivals:

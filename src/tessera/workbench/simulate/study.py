@@ -11,7 +11,7 @@ from tessera.workbench.simulate.traffic import MIXES
 OP = "simulated serving"
 CHECK = "step times predicted by the roofline, not measured; scheduler, page pool and prefix cache are the real ones"
 PAIRS = (("kascade", "edf"), ("kascade", "fcfs"), ("dense", "edf"), ("dense", "fcfs"))
-"""(attention, scheduler policy) pairs whose capacity is measured. The first pair is compared with the others."""
+"""(attention, scheduler policy) pairs whose capacity is simulated. The first pair is compared with the others."""
 GOALS: Mapping[tuple[str, str], float] = {
     ("mixed", "dense, edf"): 1.5,
     ("long", "dense, edf"): 2.0,
@@ -40,7 +40,7 @@ def run(
     if machine not in MACHINES:
         raise ValueError(f"{machine=} must be one of {', '.join(MACHINES)}")
     if not 0 <= day_hours <= 24 or not minutes > 0:
-        raise ValueError(f"{day_hours=} must be from 0 to 24 and {minutes=} positive")
+        raise ValueError(f"{day_hours=} must be from 0 to 24, and {minutes=} must be positive")
     command = f"tessera simulate --machine {machine} --day-hours {day_hours:g} --minutes {minutes:g}"
 
     def record(

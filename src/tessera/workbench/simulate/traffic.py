@@ -1,4 +1,4 @@
-"""Synthetic requests: chats of several turns, documents asked several times, and prompts of 128K tokens asked once.
+"""Synthetic requests: chats of several turns, several questions on a document, and single prompts of 128K tokens.
 
 The seed alone decides all requests. Tokens are random, but requests about the same text send the same tokens, so that
 the real prefix cache can share them. Arrivals are a Poisson process (open loop). Its rate is constant, or varies over a
@@ -35,7 +35,7 @@ def due_s(prompt_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Text:
-    """`length` random tokens, drawn from `seed`. Unless `system` is 0, that seed gives the first SYSTEM_TOKENS."""
+    """`length` random tokens drawn from `seed`. Unless `system` is 0, it is the seed of the first SYSTEM_TOKENS."""
 
     seed: int
     length: int
@@ -97,7 +97,7 @@ class Stream:
     """Arrivals in order of time.
 
     Attributes:
-        rate: mean requests per second; if `daily`, in the busiest hour.
+        rate: mean requests per second; if `daily`, at the busiest moment.
         seconds: duration.
         daily: whether the rate varies as over a day that lasts `seconds`.
         tenant: tenant of all requests.
@@ -125,7 +125,7 @@ class Stream:
 
 
 def _chat(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: int) -> Iterator[Arrival]:
-    """Yield 1 to 6 turns, one every minute or so; each prompt holds all earlier turns."""
+    """Yield 1 to 6 turns, about one a minute; each prompt holds all earlier turns."""
     turns = int(rng.integers(1, 7))
     users, answers = rng.integers(50, 800, turns), rng.integers(50, 450, turns)
     text = Text(seed, SYSTEM_TOKENS + int(users.sum() + answers.sum()), 1 + int(rng.integers(SYSTEMS)))
@@ -157,7 +157,7 @@ def _longest(rng: np.random.Generator, mix: Mix, at: float, tenant: str, seed: i
 
 
 class Hashes:
-    """Page hashes of texts, from the prefix cache's own function. The `kept` texts used last stay cached."""
+    """Page hashes of texts, from the prefix cache's function. The hashes of the `kept` texts used last stay cached."""
 
     def __init__(self, prefix: Prefix, kept: int = 8192):
         self._all = lru_cache(kept)(lambda text, tenant: prefix.hashes(text.tokens(), tenant))

@@ -32,7 +32,7 @@ from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 
 ANY = 1 << 20
-"""Maximum tokens of the calls that a row of the tables covers."""
+"""Tokens of the longest calls that a row of a table covers."""
 LEAST_GAIN = 1.01
 """Minimum gain (old time / new time) for which the search moves, and for which a table's row replaces the default. The
 prediction cannot resolve smaller gains."""
@@ -86,7 +86,7 @@ class Case:
         )
 
     def bucket(self) -> dict[str, Any]:
-        """Return which calls the row covers: a name in `tuned.MEASURES` -> the value or interval they must have."""
+        """Return which calls the row covers: name in `tuned.MEASURES` -> value or interval that a call must have."""
         exact = ["dtype", "head_dim", "groups"]
         exact += ["kv_heads"] if self.phase == "decode" else []
         exact += ["tile"] if self.role != "dense" else []
@@ -210,7 +210,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
 
 
 def run(chip: str, name: str, found: list[dict], options: Any) -> None:
-    """Search one case on one chip; reuse the lines in `found`, and append new ones to `found` and `options.out`."""
+    """Search one case on one chip. Reuse the lines in `found`; append new lines to `found` and the file of results."""
     case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
     with on_chip(chip):
@@ -325,14 +325,14 @@ def report(found: list[dict], chips: list[str]) -> None:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-blocks`: search missing cases, or, with --report, append the records."""
+    """Run `tessera study tpu-blocks`: search missing cases, or, with --report, append records and write the tables."""
     campaign.check_names("--case", options.case, tuple(CASES))
     found = files.read_lines(options.out)
     chips = options.chip or list(tpu.TOPOLOGIES)
     if options.report:
         report(found, chips)
         return 0
-    evidence.code()  # caches the commit that is checked out before the first compile
+    evidence.code()  # before the first compile: caches the commit that is checked out now
     for name in options.case or CASES:
         for chip in chips:
             run(chip, name, found, options)

@@ -1,4 +1,4 @@
-"""Valid values in a model's files, stated independently: the fuzzer's oracle shares no code with the library's loaders.
+"""Define which values are valid in a model's files: the fuzzer's oracle, which shares no code with the loaders.
 
 `nonsense` reads a file that the library accepted and lists the values that the library should have refused.
 """
@@ -120,9 +120,9 @@ def nonsense(name: str, folder: Path) -> list[str]:
     try:
         raw = json.loads(data.decode(), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
-        return [f"it is not JSON: {error}"[:200]]
+        return [f"the file is not JSON: {error}"[:200]]
     if not isinstance(raw, dict):
-        return ["it is not a JSON object"]
+        return ["the file is not a JSON object"]
     vocab = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     found = [*_fields(raw, {"eos_token_id": _ids(vocab)})]
     if name == "config.json":
@@ -162,10 +162,10 @@ def _safetensors(data: bytes) -> Iterator[str]:
     for (start, end), entry, name in sorted(entries, key=lambda item: item[0]):
         size = {"F32": 4, "F16": 2, "BF16": 2}.get(entry["dtype"], 0)
         if start != at or end - start != math.prod(entry["shape"]) * size:
-            yield f"the bytes of {name} are {start} to {end}"
+            yield f"tensor {name} has bytes {start} to {end}, which do not fit its shape or do not start at {at}"
         at = end
     if 8 + length + at != len(data):
-        yield f"the tensors end at {at} of {len(data) - length - 8} bytes"
+        yield f"the tensors end at byte {at}, but the file has {len(data) - length - 8} bytes of tensors"
 
 
 def _tokenizer(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -174,12 +174,12 @@ def _tokenizer(raw: Mapping[str, Any]) -> Iterator[str]:
     if len(set(ids)) != len(ids) or not all(map(_int(0, 10**7), ids)):
         yield "token ids repeat or are out of range"
     if raw["model"].get("dropout"):
-        yield "dropout"
+        yield "dropout is set"
     known = vocab if isinstance(vocab, dict) else {}
     taken = {index: text for text, index in known.items()}
     for token in raw.get("added_tokens") or ():
         if not _int(0, 10**7)(token["id"]) or taken.setdefault(token["id"], token["content"]) != token["content"]:
-            yield f"added token {token!r:.80}"
+            yield f"invalid added token {token!r:.80}"
 
 
 def _index(raw: Mapping[str, Any], folder: Path) -> Iterator[str]:

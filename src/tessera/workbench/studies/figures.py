@@ -1,10 +1,10 @@
-"""Predict figures of the TPU kernels, which have targets. Our kernels and the peer's share compiler and prediction.
+"""Predict figures of the TPU kernels, ratios of times or bytes, and compare them with targets.
 
     tessera study tpu-figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
     tessera study tpu-figures --report                        # appends the records to evidence/
 
 The peer is Tokamax's splash attention with the best block sizes of its shipped timings. Tokamax ships none for v5e, so
-v5p's are used there.
+v5p's are used there. Our kernels and the peer's go through the same compiler and the same prediction.
 """
 
 import json
@@ -63,7 +63,7 @@ CALLS = MappingProxyType(
         },
     }
 )
-"""Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
+"""Calls to compile: head dim 128, bfloat16; a sparse call lists a tenth of the key tiles.
 
 "sparse kascade" lists half of a tenth: each query tile may list a tenth of its visible keys, and under the causal mask
 it sees half of all keys on average. "score long 32" and "sparse kascade 32" have the default query tile,
@@ -71,8 +71,8 @@ it sees half of all keys on average. "score long 32" and "sparse kascade 32" hav
 """
 
 VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
-"""Further arguments of `programs.attention_call`. On equal terms our call, like the peer's, computes exponentials in
-float32 and transposes q itself."""
+"""Call -> further arguments of `programs.attention_call`. On equal terms our call, like the peer's, computes
+exponentials in float32 and transposes q itself."""
 
 SELECTIONS = MappingProxyType(
     {
@@ -83,8 +83,8 @@ SELECTIONS = MappingProxyType(
 """Programs that choose the key tiles after "score long" and "score long 32". They contain no kernels."""
 
 UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
-"""Operations that XLA compiles to scalar loops or to a separate computation, for which it estimates no cycles. The
-pattern requires an operand ("(%"), which all of them have."""
+"""Pattern of operations that XLA compiles to scalar loops or to a separate computation, for which it estimates no
+cycles. The pattern requires an operand ("(%"), which all such operations have."""
 
 KASCADE = "kascade prefill against dense"
 KASCADE_32 = f"{KASCADE}, query tile 32"
@@ -127,8 +127,9 @@ TARGETS = MappingProxyType(
 )
 """Figure -> chip -> target: a lower bound if the figure's name has "against", an upper bound otherwise.
 
-v5e and v6e miss the targets for 128 rows. A sparse kernel fetches a listed key for only 128 rows, 128 flops per byte; a
-dense kernel fetches it for thousands. HBM is the limit, so no tile and no block sizes help, only more rows per list.
+v5e misses the target for tile 128 with 128 rows; v6e misses both targets with 128 rows. There, a sparse kernel fetches
+each listed key for only 128 rows (128 flops per byte); a dense kernel fetches each key for thousands of rows. Main
+memory is the limit, so only more rows per list help, not other tiles or block sizes.
 """
 
 
@@ -178,7 +179,7 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
 
 
 def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
-    """Compile the choice of key tiles for a chip and predict its time."""
+    """Compile the program that chooses key tiles, and predict its time on a chip."""
     program = factory_program("tessera.deviceless.programs:selection_call", **SELECTIONS[name])
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     if found.error is not None:
@@ -187,14 +188,17 @@ def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
 
 
 def xla_ms(program: str, chip: str) -> float:
-    """Return milliseconds of a program without kernels. An operation takes the longer of its memory time and XLA's
-    cycle estimate; a loop's body counts once per iteration.
+    """Return the predicted milliseconds of a program without kernels.
+
+    An operation takes the longer of its memory time and XLA's cycle estimate. A loop's body counts once per iteration.
 
     Raises:
-        ValueError: something in the program has no estimate, or a loop's iterations are unknown; neither counts as 0.
+        ValueError: an operation has no estimate, or a loop's number of iterations is unknown; neither counts as 0 ms.
     """
     if strange := UNCOSTED.search(program):
-        raise ValueError(f"the compiled program has a {strange[1]}, whose time XLA does not estimate")
+        raise ValueError(
+            f"the compiled program has a {strange[1]}, whose time XLA does not estimate: predict a program without it"
+        )
     on = predict.device(chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
     lines = hlo.computations(program)
@@ -203,8 +207,8 @@ def xla_ms(program: str, chip: str) -> float:
         operations = hlo.operations(program, name)
         total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
         for line in lines[name]:
-            if " call-start(%" in line:  # one without operands gets them from a call-update, which is counted
-                raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
+            if " call-start(%" in line:  # a call-start without operands gets them from a call-update, which is counted
+                raise ValueError(f"the compiled program must not start a computation of unknown time: {line.strip()}")
             if " while(" in line:
                 total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])
         return total
@@ -213,7 +217,10 @@ def xla_ms(program: str, chip: str) -> float:
         condition = "\n".join(lines[re.search(r"condition=%([\w.\-]+)", loop)[1]])
         ends = re.findall(r" constant\((\d+)\)", condition)
         if len(ends) != 1 or "direction=LT" not in condition:
-            raise ValueError(f"the loop's number of iterations cannot be read from its condition: {condition.strip()}")
+            raise ValueError(
+                "the loop's number of iterations cannot be read from its condition, which must have one constant and "
+                f"direction=LT: {condition.strip()}"
+            )
         return int(ends[0])  # JAX counts the iterations of a loop of known length from 0
 
     return 1e3 * seconds("ENTRY")
@@ -325,7 +332,10 @@ def study(options: Any) -> int:
         made = [r for r in records(found, COMMAND) if known.get(r.what.workload) != (r.median, r.code.commit)]
         evidence.append(STORE, made)
         for record in made:
-            print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
+            print(
+                f"{record.what.workload}: {record.median:.3f} (target {record.comparison.target}, "
+                f"met: {record.comparison.met})"
+            )
         return 0
     code = asdict(evidence.code())
     for chip in options.chip or tpu.TOPOLOGIES:

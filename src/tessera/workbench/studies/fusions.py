@@ -1,4 +1,4 @@
-"""Predict the time of a layer's parts on absent TPUs, each part in several forms that XLA fuses differently.
+"""Predict the time of a layer's parts on absent TPUs. Each part has several forms, which XLA fuses differently.
 
     tessera study fusions             # compiles what is missing: minutes; --list prints what is left
     tessera study fusions --report    # a record per part, form and chip in evidence/
@@ -35,7 +35,7 @@ CASES = (
     *_cases("mlp", ("whole", "products"), rows=2048),
     *_cases("order", ("stored", "transposed"), rows=2048),
 )  # fmt: skip
-"""Parts to compile, with llama-3.1-8b's sizes. Other forms of a part are compared with the first."""
+"""Parts to compile, with llama-3.1-8b's sizes. The other forms of a part are compared with its first form."""
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
@@ -54,7 +54,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def figures(found: tpu.Compiled) -> dict[str, Any]:
-    """Predict a compiled part's time: its operations run one after another, then its Pallas kernels."""
+    """Predict the time of a compiled part, whose operations run one after another, and then its Pallas kernels."""
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
     bytes_s, around_s = fusions.seconds(found.operations, found.fusions, on.clock_hz, bandwidth)
@@ -87,7 +87,7 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study fusions`: compile what is missing, or report; exit code 1 if a part does not compile."""
+    """Run `tessera study fusions`: compile missing parts, or append the records; return 1 if a compilation failed."""
     if options.report:
         lines = {identity(line): line for line in campaign.lines_to_report(options.out)}
         lines = [lines[identity(case)] for case in CASES if identity(case) in lines]

@@ -1,8 +1,8 @@
 """`tessera study fuzz`: damage every kind of model file, open the model, and judge the outcome.
 
 A tiny model is written as a folder, as a folder of shards and as a GGUF file. Each case damages one of these files
-(`mutations`), and a worker process with limits of time and memory loads the model and runs three tokens. The outcome is
-"clean" (the model loads and makes sense, or the error is one readable sentence), or a defect:
+(`mutations`), and a worker process with limits on time and memory loads the model and runs it on three tokens. The
+outcome is "clean" (the model loads and makes sense, or the error is one readable sentence), or a defect:
 
 - unclean: another error, or a sentence that is too long, has control characters or does not name the file,
 - nonsense: the model loads although a value is outside its domain (`domains`), scores are not finite, or the outcome
@@ -68,7 +68,7 @@ BYTES_SHARE = 0.25
 LONGEST = 500
 """Maximum characters of a message: a longer error message is unclean, and other messages are cut."""
 WALL_S = 120.0
-"""Maximum seconds of wall time per case; larger than the limit on processor time, for busy machines."""
+"""Maximum seconds of wall time per case. This exceeds the limit on processor time, since the machine may be busy."""
 READY_S = 900.0
 GGUF = "model.gguf"
 TARGETS = {
@@ -112,7 +112,7 @@ class Bench:
         for name in TARGETS:
             self.expected[name] = self.open(name)
             if self.expected[name]["outcome"] != "loaded":
-                raise RuntimeError(f"the undamaged model of {name} does not load: {self.expected[name]}")
+                raise RuntimeError(f"the undamaged model with {name} does not load: {self.expected[name]}")
 
     def __enter__(self) -> "Bench":
         return self
@@ -127,7 +127,7 @@ class Bench:
         return self.root / kinds.get(name, "whole") / ("" if name == GGUF else "model") / name
 
     def open(self, name: str) -> dict[str, Any]:
-        """Let the worker open the model that a file belongs to; return the worker's reply, or a hang or crash."""
+        """Let the worker open the model that a file belongs to; return its reply, or the outcome "hang" or "crash"."""
         path = self.place(name) if name == GGUF else self.place(name).parent
         try:
             return self.worker.ask({"path": str(path), "limit_s": self.limit_s}, WALL_S)
@@ -180,17 +180,17 @@ class Bench:
         """Yield each difference from the undamaged model's outcome that the damage cannot explain."""
         sound = self.expected[case.name]
         if not reply["finite"]:
-            yield "scores that are not finite"
+            yield "the scores are not finite"
         if reply["logits"] != sound["logits"] and not self.may_change_scores(case):
-            yield "other scores"
+            yield "the scores differ from the undamaged model's"
         if case.name not in ("tokenizer.json", GGUF) and reply["ids"] != sound["ids"]:
-            yield "the tokens of a text differ"
+            yield "the tokens of a text differ from the undamaged model's"
         if case.name == "config.json":
             raw = json.loads(case.data)
             for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
                 named = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}.get(field, field)
                 if reply["config"][named] != raw[field]:
-                    yield f"{field} is read as {reply['config'][named]}"
+                    yield f"{field} is {raw[field]!r:.80}, but is read as {reply['config'][named]}"
 
     def may_change_scores(self, case: Case) -> bool:
         """Return whether the case damages anything that the scores depend on."""
@@ -209,14 +209,17 @@ def judge_refusal(name: str, reply: Mapping[str, Any]) -> tuple[str, str]:
         return "unclean", said[:LONGEST]
     names = (name, "plan") if name == "plan.json" else (name, "config.json", "generation_config.json")
     if not any(known in reply["said"] for known in (*names, "the model's scores")):  # scores belong to no file
-        return "unclean", f"it names no file: {said[:LONGEST]}"
+        return "unclean", f"the error names no file: {said[:LONGEST]}"
     if len(reply["said"]) > LONGEST or not reply["said"].isprintable():
-        return "unclean", f"it is too long or not printable: {said[:LONGEST]!r}"
+        return "unclean", f"the error is too long or not printable: {said[:LONGEST]!r}"
     return "clean", said
 
 
 def study(flags: Any) -> int:
-    """Run the cases that the file of results lacks; print a table and the defects."""
+    """Run `tessera study fuzz`: run the cases that the file of results lacks, and print a table and the defects.
+
+    With --case, run only that case. Return 1 if there is a defect.
+    """
     from rich.console import Console
     from rich.progress import track
 

@@ -21,8 +21,8 @@ TEXT = "Hello <|end|> w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld, 12345"
 
 
 def main() -> int:
-    """Open the models named on the command line, which compiles their programs; then answer requests until the input
-    ends."""
+    """Open the models named on the command line, so that their programs are compiled. Then answer requests until the
+    input ends."""
     for path in sys.argv[1:]:
         inspect(Path(path))
     limit_memory()
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def limit_memory() -> None:
-    """Limit this process to its present address space plus LIMIT_BYTES."""
+    """Limit this process to its current address space plus LIMIT_BYTES."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -51,7 +51,7 @@ def answer(path: Path) -> dict[str, Any]:
 
 
 class Caught:
-    """Context manager that catches and stores every error of its block, even a Rust panic, which is no `Exception`."""
+    """Context manager that catches and stores any error of its block, even a Rust panic, which is not an Exception."""
 
     error: BaseException | None = None
 

@@ -1,4 +1,4 @@
-"""Rooflines of the Hopper kernels' figures on an H200, and the figures' targets; nothing is timed.
+"""Compute the rooflines of the Hopper kernels' figures on an H200, and compare them with targets; nothing is timed.
 
     tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 
@@ -46,7 +46,7 @@ CALLS = MappingProxyType(
         "small": {"length": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": False},
     }
 )
-"""Calls to compile. Defaults: bfloat16, 32 query and 8 KV heads of 128, causal, a tenth of the keys."""
+"""Calls to compile. Defaults: bfloat16, 32 query heads and 8 KV heads of dim 128, causal, a tenth of the keys."""
 
 
 PEER = "a peer's time"

@@ -58,12 +58,12 @@ ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes of an extra case for prefill's default blocks: no block size divides them."""
 KV_HEADS = 2
 PAGE = 64
-"""Positions per page in the cases on pages: half of dense prefill's default block."""
+"""Positions per page in the cases on paged keys: half of dense prefill's default block."""
 BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
 )
-"""Decode calls as models make them (32 or 64 query heads, 8 KV heads), for the default blocks at head dim 128. The
+"""Decode calls of typical models (32 or 64 query heads, 8 KV heads), for the default blocks at head dim 128. The
 number of splits depends on all of these sizes."""
 DENSE = gpu_prefill.KERNELS[0]
 GRADIENT = "gpu_backward"
@@ -95,7 +95,7 @@ def kernel_of(case: Mapping[str, Any]) -> Kernel:
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the program to compile."""
+    """Return the program to compile for a case."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
         return factory_program(
@@ -111,8 +111,8 @@ def cases() -> Iterator[dict[str, Any]]:
     configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
     only one of its tiles and one of the dtypes, in turn. One dtype is enough, because a dtype changes the names of
     instructions, not their registers. Each configuration in the search spaces of the calls in OTHERS gets one tile and
-    two masks. `scaled_cases` lists the calls on int8 keys, `paged_cases` those on keys in pages. Calls that a kernel
-    refuses are left out. The gradient of dense prefill comes last.
+    two masks. `scaled_cases` describes the calls on int8 keys, and `paged_cases` those on paged keys. Calls that a
+    kernel refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
@@ -168,7 +168,10 @@ def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def paged_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases on keys in pages of PAGE: default blocks, at two tiles, with the causal mask and a window."""
+    """Yield the cases on paged keys: default blocks, with the causal mask and with a window.
+
+    Each mask gets two tiles (one if the kernel is dense), and each of these gets keys in the first dtype and in int8.
+    """
     tiles, keys = ((16, PAGE) if kernel.role != "dense" else (128,)), ({}, {"scaled": True})
     for tile, mask, kind in product(tiles, (PLAIN, "window"), keys if kernel.paged else ()):
         case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask, "page": PAGE, **kind}
@@ -190,8 +193,9 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the cases that are compiled only with the causal mask.
 
-    They have default blocks and a single sequence, another group size or, in prefill, odd sizes. Decode also gets the
-    calls in BATCHES, each with the default blocks and with every other number of splits in the search space.
+    They have default blocks, and either a single sequence, another group size or, in prefill, the sizes ODD. Decode
+    also gets the calls in BATCHES, each with the default blocks and with every other number of splits in the search
+    space.
     """
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
@@ -206,7 +210,7 @@ def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases of a call of OTHERS: each configuration of its search space, at the first tile that has it.
+    """Yield the cases of one call in OTHERS: each configuration in its search space, at the first tile that has it.
 
     Each configuration comes once with the causal mask, and once in the last dtype with one of the other masks, in turn.
     """
@@ -294,9 +298,9 @@ def identity(case: Mapping[str, Any]) -> str:
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
     """Build one record per kernel and configuration: the share of its cases that pass, the failed gates, the reports.
 
-    Calls on int8 keys and on pages have records of their own. In the facts, `planned` and `tried` count the kernel's
-    cases of that kind over all its configurations, and `commits` the cases that each commit compiled (the record names
-    the last commit).
+    Calls on int8 keys and calls on paged keys have separate records. In the facts, `planned` and `tried` count the
+    kernel's cases with such keys over all configurations. `commits` counts the cases that each commit compiled; the
+    record itself names the last commit.
     """
     planned, tried = (Counter((case["kernel"], kind_of(case)) for case in some) for some in (cases(), found))
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}

@@ -1,4 +1,6 @@
-"""Measure SmolLM2's steps with other donation, storage or dtypes: memory and time on this CPU, memory on an absent v6e.
+"""Measure steps of SmolLM2 with and without donation and recomputation, and in two dtypes.
+
+The study measures memory and time on this CPU, and memory on an absent v6e.
 
     tessera study memory             # minutes; --list prints what is left
     tessera study memory --report    # a record per step, form and device in evidence/
@@ -55,9 +57,9 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "training": {"as stored": {}, "recomputed": {"remat": True}, "bfloat16": {"dtype": "bfloat16"}},
     }
 )
-"""Step -> form -> arguments of the step's factory. Other forms are compared with the first."""
+"""Step -> form -> arguments of the step's factory. The other forms of a step are compared with its first form."""
 HELD = MappingProxyType({"decode": 1, "training": 0})
-"""Step -> index of the argument whose new value is the step's first result: the cache, or the state of training."""
+"""Step -> index of the argument whose new value is the step's first result: the cache, or the training state."""
 CHIPS = ("cpu", "v6e")
 CASES = tuple({"step": step, "form": form, "chip": chip} for chip in CHIPS for step in FORMS for form in FORMS[step])
 
@@ -68,7 +70,7 @@ def _config() -> ModelConfig:
 
 
 def decode(devices: Sequence[jax.Device], donate: bool = True) -> tuple[Any, tuple]:
-    """Return (jitted step, abstract arguments) of one token after KEYS - 1 others, with unrolled layers.
+    """Return (jitted step, abstract arguments) to decode one token after KEYS - 1 others, with unrolled layers.
 
     Weights and cache are bfloat16 on a TPU and float32 on a CPU.
     """
@@ -87,8 +89,8 @@ def decode(devices: Sequence[jax.Device], donate: bool = True) -> tuple[Any, tup
 
 
 def training(devices: Sequence[jax.Device], remat: bool = False, dtype: str = "float32") -> tuple[Any, tuple]:
-    """Return (jitted step, abstract arguments) of one update on a sequence of ROWS tokens; `dtype` is that of the
-    activations."""
+    """Return (jitted step, abstract arguments) of one update on a sequence of ROWS tokens; `dtype` is the activations'
+    dtype."""
     stage = Stage(length=ROWS, batch=1, steps=1, mixture=(("text", 1.0),), remat=remat)
     config = replace(_config(), dtype="float32")
     recipe = Recipe(name=MODEL, config=config, stages=(stage,), compute_dtype=dtype)
@@ -110,7 +112,7 @@ def filled(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def on_cpu(step: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """Compile the forms of a step for this CPU, and time them in turns on one cache or state; yield a line each."""
+    """Compile the forms of a step for this CPU, time them in turns on one cache or state, and yield a line per form."""
     programs, lines = {}, []
     for form, options in FORMS[step].items():
         function, arguments = globals()[step](jax.devices("cpu")[:1], **options)
@@ -133,7 +135,7 @@ def on_cpu(step: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def on_tpu(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Compile one form of a step for an absent TPU; return its line."""
+    """Compile one form of a step for an absent TPU; return the line to store."""
     program = factory_program(f"{__name__}:{case['step']}", **FORMS[case["step"]][case["form"]])
     with Compiler() as compiler:
         found = compiler.compile(case["chip"], program, limit_s=limit_s)
@@ -169,7 +171,7 @@ def identity(line: Mapping[str, Any]) -> tuple:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study memory`: compile and time what is missing, or report; exit code 1 if a step does not
+    """Run `tessera study memory`: compile and time missing cases, or append the records; return 1 if a step does not
     compile."""
     if options.report:
         lines = {identity(line): line for line in campaign.lines_to_report(options.out)}
@@ -191,7 +193,7 @@ def study(options: Any) -> int:
 
 
 def _lines(todo: Sequence[Mapping[str, Any]], limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the cases; a CPU times all forms of a step again if one is missing."""
+    """Yield a line per case. If one form of a step is missing on the CPU, all its forms are timed again, in turns."""
     for step in dict.fromkeys(case["step"] for case in todo if case["chip"] == "cpu"):
         yield from on_cpu(step, ROUNDS[step])
     yield from (on_tpu(case, limit_s) for case in todo if case["chip"] != "cpu")

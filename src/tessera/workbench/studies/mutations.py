@@ -190,7 +190,7 @@ class Gguf:
     counts: tuple[int, int] | None = None
 
     def encode(self) -> bytes:
-        """Write the file."""
+        """Return the bytes of the file."""
         counts = self.counts or (len(self.tensors), len(self.entries))
         out = b"GGUF" + struct.pack("<IQQ", self.version, *counts)
         out += b"".join(_text(key) + struct.pack("<I", kind) + _value(kind, value) for key, kind, value in self.entries)

@@ -30,7 +30,7 @@ GOAL = 0.02
 
 SIZES = ("chip", "devices", "model", "phase", "attention", "batch", "length")
 TYPES = ("weights", "cache")
-"""Arguments of `load`. A case holds only those that it sets; the others are None."""
+"""Arguments of `load` that set number formats. A case holds only the ones that it sets; the others are None."""
 
 
 def _case(*sizes: Any, **types: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ CASES = (
 
 
 def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `inspect_step`, with the engine's chunk and the paper's tenth of the keys."""
+    """Return the arguments of `inspect_step` for a case, with the engine's chunk size and a tenth of the keys."""
     fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
     return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length", *TYPES) if name in case}
 
@@ -93,7 +93,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
-    """Plan the speed of a case's model at `length` tokens, with unrolled layers, as `load` runs them."""
+    """Predict the speed of a case's model at `length` tokens, with unrolled layers, as `load` runs them."""
     config = MODELS[case["model"]]
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch")}
@@ -103,9 +103,9 @@ def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan a compiled step's milliseconds: the roofline's, plus reading and writing the arrays that its scan copies.
+    """Predict a compiled step's milliseconds: the roofline time, plus the time of the copies that its scan makes.
 
-    A prefill step is the prompt's last chunk. Its roofline time is that of the prompt minus that of the other chunks.
+    A prefill step is the prompt's last chunk. Its roofline time is the whole prompt's minus the earlier chunks'.
     """
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
     step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
@@ -143,7 +143,7 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
 
 
 def good(line: Mapping[str, Any]) -> bool:
-    """Return whether the planner was right: within GOAL of the compiler, and no "fits" where the compiler refuses."""
+    """Return whether planned memory was right: within GOAL, or "does not fit" where the compiler refused the step."""
     record = report(line)
     if line["hbm_bytes"] is None:
         return not record.facts["fits"]
@@ -151,7 +151,7 @@ def good(line: Mapping[str, Any]) -> bool:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study planner`: compile missing cases, or write records; exit code 1 if the planner was wrong."""
+    """Run `tessera study planner`: compile missing cases, or append records and return 1 if the planner was wrong."""
     if options.report:
         lines = {identity(line): line for line in campaign.lines_to_report(options.out)}
         lines = [lines[identity(case)] for case in CASES if identity(case) in lines]

@@ -1,7 +1,9 @@
 """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support: an hour on two cores.
 
-tessera study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
-tessera study tpu-sweep --report              # one record: what compiled, what did not and why
+    tessera study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
+    tessera study tpu-sweep --report              # one record: what compiled, what did not and why
+
+A call that its kernel refuses counts as not compiled.
 """
 
 import json
@@ -29,7 +31,7 @@ LONG = 1 << 20
 """Tokens of the longest calls. Index lists are streamed, so even these compile."""
 WHOLE = 131072
 GRADIENT = "tpu_backward"
-"""Case name of dense prefill's gradient. It is part of that kernel, so the kernel table has no line for it."""
+"""Case name of dense prefill's gradient. The kernel table has no line for the gradient: it is part of that kernel."""
 
 
 def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -72,7 +74,7 @@ def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's program: batch 1, 8 query heads on 2 KV heads, a tenth of the tiles where sparse.
+    """Return a case's program: batch 1, 8 or 2 query heads, 2 KV heads; sparse calls list a tenth of the tiles.
 
     Raises:
         ValueError: the kernel refuses the call.

@@ -1,10 +1,10 @@
 """Compare the predicted times of a TPU kernel with times that others measured on real chips.
 
-Tokamax ships median times of its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes used. This
+Tokamax ships median times of its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes of each. This
 study compiles the same kernel with the same blocks, predicts its time and compares the two times. It needs the
-environment that `make peers-tpu` builds, and Tokamax's timings: the wheel in that environment holds only v7x's, but the
-Tokamax repository's folder tokamax/data/autotuning holds those of all chips. Compiling every point takes hours on two
-cores, so the study resumes where it stopped.
+environment that `make peers-tpu` builds, and Tokamax's timings. The wheel in that environment holds only the timings of
+v7x; the Tokamax repository's folder tokamax/data/autotuning holds those of all chips. A point is a measured call with
+its block sizes. Compiling every point takes hours on two cores, so the study resumes where it stopped.
 
     make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
     tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
@@ -35,10 +35,10 @@ FILE = "pallas_mosaic_tpu_flash_attention.json"
 COMMAND = "make peers-tpu TIMINGS=FOLDER"
 WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
-"""Chips whose times the prediction's constants are fitted on. v7x is only compared."""
+"""Chips to whose times the prediction's constants are fitted. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
 MEDIAN_GOAL, P90_GOAL, RANK_GOAL = 0.05, 0.12, 0.99
-"""Goals: upper limits of the median and the 90th percentile of |predicted / measured - 1|, lower limit of the rank
+"""Goals: maximum of the median and of the 90th percentile of |predicted / measured - 1|, and minimum of the rank
 correlation."""
 BIG_BLOCK = 4 << 20
 """Scores per block above which the compiler takes minutes."""
@@ -143,7 +143,10 @@ def executions(point: Mapping[str, Any]) -> dict[str, float]:
 
 
 def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
-    """Return the bytes moved: q, out and statistics once, K and V once per step unless one block holds all keys."""
+    """Return the bytes moved: q, out and statistics once, and K and V once per step.
+
+    If one block holds all keys, K and V move only once per query head.
+    """
     (batch, rows, heads, dim), config, value_dim = point["q"], point["config"], point["v"][3]
     query, out, key, value = (
         size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: the dim is not padded
@@ -160,7 +163,7 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
 
 
 def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> float:
-    """Return only the milliseconds of `prediction`."""
+    """Return the milliseconds that `prediction` finds."""
     return prediction(point, overheads).ms
 
 
@@ -178,7 +181,7 @@ def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predic
 
 
 def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[str, Any]:
-    """Return the prediction's errors: medians of predicted / measured and |error|, p90 of |error|, rank correlation."""
+    """Summarise predicted / measured: its median, the median and p90 of |ratio - 1|, and the rank correlation."""
     ratios = [predicted_ms(p, overheads) / p["measured_ms"] for p in found]
     errors = [abs(r - 1) for r in ratios]
     return {
@@ -204,8 +207,8 @@ def records(
     The record for CALIBRATION also fits the constants again.
 
     Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
-    its chips has no points. `planned` maps each chip whose timings are available to all of its points; the facts count
-    planned and compiled points, and separately those with big blocks.
+    its chips has no points. `planned` maps each chip whose timings are available to all of its points. The facts count
+    planned and compiled points, first all of them and then those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
@@ -309,7 +312,7 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-validation`: collect schedules, or report; exit code 1 if the chip has no timings."""
+    """Run `tessera study tpu-validation`: collect schedules or compare times; return 1 if the chip has no timings."""
     timings = options.timings or installed()
     if options.report:
         found = campaign.lines_to_report(options.out)
@@ -319,7 +322,7 @@ def study(options: Any) -> int:
         if {p["chip"] for p in found} == set(FOLDERS):
             picture(found, options.picture)
         else:
-            print(f"{options.picture} is left as it is: {options.out} does not hold every chip", file=sys.stderr)
+            print(f"{options.picture} is not redrawn: {options.out} must hold points of every chip", file=sys.stderr)
         for record in made:
             print(record.what.workload, {k: v for k, v in record.facts.items() if k not in ("each", "by_head_dim")})
         return 0
@@ -347,5 +350,5 @@ def missing(timings: Path, chip: str) -> str | None:
     if not timings.is_dir():
         return f"no timings in {timings}: pass --timings with a folder that has them, such as {WHERE}"
     if not (timings / FOLDERS[chip] / FILE).is_file():
-        return f"no timings of {chip} in {timings}: pass --timings with {WHERE} (`{COMMAND}`)"
+        return f"no timings of {chip} in {timings}: pass --timings with the path of {WHERE}"
     return None
