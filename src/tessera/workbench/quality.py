@@ -96,8 +96,8 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
 def without_choice(plan: Plan) -> Plan:
     """Return a copy of the plan that chooses no keys, as a control.
 
-    A head with budget 1 still reads all keys. Every other head reads only what is always read: its own tiles, local
-    tiles and sinks.
+    A head with budget 1 still reads all keys. Every other head reads only the tiles that are always read, which hold
+    the query tile's own keys, the local keys before them, or the sinks (the sequence's first keys).
     """
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
     return replace(plan, fraction=0.0, minimum=0, budgets=budgets, promise={})

@@ -109,7 +109,7 @@ def run(
         0, or 1 if a case failed (its record says why).
 
     Raises:
-        ValueError: unknown suite or case.
+        ValueError: the suite or a case is unknown.
     """
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
@@ -148,21 +148,21 @@ def gate(suite: str = "cpu", **options) -> int:
         suite, options: as for `run`, except out and resume.
 
     Returns:
-        1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if a figure could not
-        be judged or is missing; else 0.
+        1 if a case failed or a figure is worse than the stored one beyond noise; otherwise UNJUDGED if a figure could
+        not be judged or is missing; otherwise 0.
 
     Raises:
-        ValueError: no stored records to compare with, or unknown suite or case.
+        ValueError: there are no stored records to compare with, or the suite or a case is unknown.
     """
     stored = Path("evidence") / f"{hardware.device_slug()}.jsonl"
     if not stored.exists():
-        raise ValueError(f"{stored} does not exist: there is nothing to compare with; run without --gate first")
+        raise ValueError(f"{stored} does not exist, so there is nothing to compare with: run without --gate first")
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
     asked = set(options.get("only") or ())
     old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
     if not old:
-        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to compare with")
+        raise ValueError(f"{stored} has no record of these cases of --suite {suite}: run them without --gate first")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)
@@ -170,7 +170,7 @@ def gate(suite: str = "cpu", **options) -> int:
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; return the exit code, as for `gate`.
+    """Print what changed from one file of records to another; return the exit code (see `gate`).
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or holds no records, or the two share no figure.
@@ -201,7 +201,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Names of a suite's cases with records from this commit and machine, none of them an error."""
+    """Return the cases of the suite that this commit has recorded in the file on this machine, all without an error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -211,12 +211,12 @@ def _done(path: Path, suite: str) -> set[str]:
 
 
 def _case(record: Record) -> str:
-    """Name of the case, the last word of the record's command."""
+    """Return the name of the record's case, which is the last word of its command."""
     return record.command.rpartition(" ")[2]
 
 
 def _line(record: Record) -> str:
-    """Summarize a record in a line, printed while the suite runs."""
+    """Return a one-line summary of a record, to print while the suite runs."""
     who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
     if record.error:
         return f"{who}: error: {record.error}"
