@@ -54,10 +54,10 @@ DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code
 
 
 def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
-    """Cut `count` evenly spaced windows of `size` tokens, which do not overlap, from a text.
+    """Cut `count` evenly spaced windows of `size` tokens from a text's token ids. The windows do not overlap.
 
     Raises:
-        ValueError: the text is too short for them.
+        ValueError: the text has fewer than `count * size` tokens.
     """
     if len(ids) < count * size:
         raise ValueError(
