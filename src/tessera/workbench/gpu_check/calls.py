@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a kernel's role. The capacity of a sparse call is the length of `select`'s lists."""
+        """Return (spec, shapes) for a kernel's role. A sparse call's capacity is the length of `select`'s lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of the call's arrays: q, out, and K and V twice, in the cache's layout and in other libraries' layout."""
+        """Bytes of the call's arrays: q, out, and K and V twice, in the layouts of the cache and of other libraries."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
