@@ -33,7 +33,7 @@ def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Has
 
 
 def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """Return the record with the commit that made the line, since the report may run at a later commit."""
+    """Return the record with the commit at which the line was made: the report itself may run at a later commit."""
     made = {name: line[name] for name in CODE if name in line}
     return replace(record, code=evidence.Code(**made)) if made else record
 

@@ -1,7 +1,7 @@
 """Records of measurements: what, where, which code, how, and the result or the error, one JSON object per line.
 
-A record never names a host, a user or a path. Appending survives a kill: the writer appends in one call and syncs; the
-reader drops a last line that a kill cut short, and the next writer removes it.
+A record never names a host or a private folder. Appending survives a kill: the writer appends in one call and syncs,
+the reader drops a last line that a kill cut short, and the next writer removes that line.
 """
 
 import functools
@@ -235,7 +235,7 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Return which of this host's name, the home folder and the working folder an encoded record contains."""
+    """Return the private words that an encoded record contains: host name, home folder or working folder."""
     text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, whose n would hide the start of a word
     names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
     return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))

@@ -1,8 +1,8 @@
 """Make the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
 
-"again" keeps the shipped plan's budgets, and only measures its promise (what it keeps of dense attention's quality) and
-its cross-over (the prompt length from which it is faster than dense attention) again. Cross-overs are timed, so run
-nothing else meanwhile.
+"again" keeps the budgets of the shipped plan and measures the rest again: the promise, which states how much of dense
+attention's quality the plan keeps, and the cross-over, which is the prompt length from which the plan is faster than
+dense attention. Cross-overs are timed, so run nothing else meanwhile.
 """
 
 import sys

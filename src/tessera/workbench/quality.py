@@ -35,13 +35,13 @@ class Accuracy:
 
 
 def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
-    """Return prompts of held-out library text that hide pass keys at evenly spread depths; deterministic."""
+    """Draw prompts from held-out library text, with pass keys hidden at evenly spaced depths."""
     depths = (np.arange(num_tasks) + 0.5) / num_tasks
     return [passkey_task(np.random.default_rng((seed, length, i)), length, depth=d) for i, d in enumerate(depths)]
 
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
-    """Answer every task greedily, as `generate` does (chunked prefill, then token by token); count right answers."""
+    """Answer the tasks greedily with `generate`, `batch` prompts at a time, and count the right answers."""
     num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]

@@ -62,7 +62,7 @@ def _simulated_tpu(name: str):
         finally:
             pltpu.reset_tpu_interpret_mode_state()  # a failed call would otherwise fail every later one
     if any(state.races_found for state in states):
-        raise Race(f"{name}: a data race")
+        raise Race(f"{name}: the simulator found a data race")
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _simulated_gpu(name: str):
         finally:
             interpret_pallas_call.reset_gpu_interpret_mode_state()
     if any(state.races_found for state in states):
-        raise Race(f"{name}: a data race")
+        raise Race(f"{name}: the simulator found a data race")
 
 
 @contextlib.contextmanager
@@ -130,7 +130,9 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product, and check the reads of its operands for races, which the simulator omits.
+    """Run the simulator's matrix product after checking for races between reads of its operands and writes.
+
+    The simulator itself omits this check.
 
     The hardware reads the operands through its asynchronous proxy, which sees threads' writes only after a fence
     (`commit_smem`). The simulated product ends before its thread continues, so the check misses a buffer that is
@@ -243,7 +245,7 @@ def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
 
 @functools.cache
 def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -> oracle.Call:
-    """Draw the numbers of a workload's call in `dtype` for a kernel in `role`; all padding is NaN."""
+    """Draw random inputs for a workload's call, in `dtype`, for kernels of this role; all padding is NaN."""
     w = workload
     rng = np.random.default_rng(seed)
     store = oracle.DTYPES[dtype]
@@ -286,9 +288,9 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round x [batch, keys, heads, head dim] to int8 times a bfloat16 scale [batch, heads, keys] per key and head.
+    """Round x [batch, keys, heads, head dim] to int8 numbers and bfloat16 scales [batch, heads, keys]; return both.
 
-    The largest |x| of a key and head becomes about 127.
+    x is about number * scale. The largest |number| of each key and head is about 127.
     """
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
@@ -355,10 +357,10 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
-    """Return the workload, with its tile and head dim changed if necessary, or None if the kernel refuses every change.
+    """Return the workload, with another tile or head dim if the kernel needs it; None if the kernel takes no variant.
 
-    The tiles to try are, in this order, the workload's own, at least 16, and 1; then again with a head dim of at
-    least 64.
+    The tiles to try are, in this order, the workload's own, at least 16, and 1; then the same tiles with a head dim of
+    at least 64.
     """
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):

@@ -198,7 +198,7 @@ def compare(
     if np.any(result.out[empty] != 0):
         wrong.append("rows that see no key must give out 0")
     if (result.mass is not None) != (role == "score"):
-        wrong.append("a call in the role score must return mass, and a call in any other role must not")
+        wrong.append('a call with role "score" must return mass, and a call with any other role must not')
     parts = [(result.out, truth.out, allowed.out), (result.lse[~empty], truth.lse[~empty], allowed.lse)]
     if role == "score" and result.mass is not None:
         parts.append((result.mass, truth.mass, allowed.mass))
@@ -271,7 +271,7 @@ def run(
         out: file of records; none are kept if None.
 
     Raises:
-        ValueError: no kernel of this name runs here, or configs is not in CONFIGS.
+        ValueError: no kernel whose name contains `kernel` runs here, or `configs` is not in CONFIGS.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -1,6 +1,6 @@
 """Run benchmarks and append a record per contender. Contenders take turns on fresh inputs; their outputs are checked.
 
-    tessera bench --suite cpu                      run all cases, append to evidence/<device>.jsonl
+    tessera bench --suite cpu                      run all its cases, append to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      run one case
     tessera bench --suite cpu --resume             run only the cases without a record from this commit
     tessera bench --suite cpu --gate               store nothing; exit code 1 if a case failed or got worse beyond noise
@@ -39,7 +39,7 @@ UNJUDGED: Final = 3
 
 
 class Case(NamedTuple):
-    """One benchmark: `op` is the kind of operation that it measures, `run` yields its records."""
+    """One benchmark: `op` is the kind of operation that it measures, and `run` yields its records."""
 
     op: str
     run: Callable[[Stand], Iterator[Record]]
@@ -135,7 +135,7 @@ def run(
                 for record in records:
                     console.print(f"{name}: {_line(record)}", highlight=False)
                     for peer, reason in record.facts.get("skipped", {}).items():
-                        console.print(f"{name}: without {peer}: {reason}", highlight=False, markup=False)
+                        console.print(f"{name}: {peer} is skipped: {reason}", highlight=False, markup=False)
     finally:
         stand.close()
     return int(failed)
@@ -201,7 +201,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Return the cases of the suite that this commit has recorded in the file on this machine, all without an error."""
+    """Return the suite's cases that this commit has recorded in the file, on this machine and without any error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()

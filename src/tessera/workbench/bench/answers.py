@@ -1,4 +1,4 @@
-"""Count the pass keys that the shipped model finds under dense, Kascade and a control.
+"""Count the pass keys that the shipped model finds under dense attention, Kascade and a control.
 
 The control is Kascade's plan without the choice of keys: its sparse heads read only the tiles that Kascade always
 reads. Those are the query tile's own tiles, the local tiles before them and the sinks (the sequence's first tiles).

@@ -172,7 +172,7 @@ def _sparse_records(
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
-        raise ValueError(f"{density=:.3f} must be near 0.1: this run did not read few keys, so its times mean nothing")
+        raise ValueError(f"{density=:.3f} must be near 0.1: this run does not do sparse work")
     how = How(
         warmup=1,
         iterations=len(taken["dense"]),

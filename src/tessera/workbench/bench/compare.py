@@ -99,9 +99,7 @@ def _settings(record: Record) -> str:
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Return the second set's latest error records. A figure whose latest record was an error in the first set, too,
-    is left out.
-    """
+    """Return the second set's latest records that are errors, unless the same figure is an error in the first set."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
@@ -207,7 +205,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
             console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)
     for record in missing:
         name = f"{record.what.workload}: {record.what.kernel} {record.what.dtype}".strip()
-        console.print(f"{name}: in the first set, not in the second", style="yellow", markup=False)
+        console.print(f"{name}: in the first set, but not in the second", style="yellow", markup=False)
     for record in errors:
         console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)
 

@@ -184,7 +184,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
     """Measure time to first token and decode speed against transformers with the same weights and prompts.
 
     Raises:
-        ValueError: transformers is not available for comparison, or its first tokens differ.
+        ValueError: transformers is not available for comparison, or its first tokens differ from ours.
     """
     if reason := stand.peer_refusal:
         raise ValueError(f"cannot compare with transformers: {reason}")

@@ -1,4 +1,7 @@
-"""Time a model's prefill (folder, hub id or GGUF file) at several lengths; dense attention and its plan take turns."""
+"""Time a model (folder, hub id or GGUF file) on prefills of several lengths, under dense attention and under its plan.
+
+Both policies take turns.
+"""
 
 import os
 import time
@@ -38,7 +41,7 @@ def run(
     Args:
         model: folder, hub id or GGUF file, as for `tessera.load`.
         plan: file of the model's plan; None lets `load` find it. The plan's cross-over is ignored.
-        lengths: prompt lengths in tokens; those beyond the model's context are skipped.
+        lengths: prompt lengths in tokens; lengths beyond the model's context are skipped.
         out: file to append to; None means evidence/model-<device>.jsonl under the working folder.
         command: command line that repeats the run, for the records.
         weights: how to quantise the weight matrices, as for `tessera.load`.

@@ -1,7 +1,7 @@
 """Compile dense causal attention of other libraries (the peers) for given arrays, and say why a peer is skipped.
 
-PyTorch runs in a separate process, every other peer in this one. To add a peer, write its attention as a function of q,
-k and v and a function that returns the reason to skip it, and list both in PEERS.
+PyTorch runs in a separate process, every other peer in this one. To add a peer, write one function that computes its
+attention from q, k and v, and one that returns the reason to skip it. Then list both in PEERS.
 """
 
 import math
@@ -84,7 +84,7 @@ def not_for_splash(platform: str, shapes: Shapes) -> str:
 
 
 def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
-    """Run Tokamax's attention with the kernel that it chooses itself."""
+    """Run Tokamax's attention with the kernel that Tokamax chooses."""
     import tokamax as library
 
     return library.dot_product_attention(q, k, v, is_causal=True)

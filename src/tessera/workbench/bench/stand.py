@@ -30,7 +30,7 @@ CREDIBLE = 0.8
 and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
-"""Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""
+"""Script that runs PyTorch and transformers. A checkout has it; an installed package does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Return the shortest possible seconds by the roofline.
+        """Return the shortest time, in seconds, that the roofline allows.
 
         A kernel may convert bfloat16 to another dtype, so a bfloat16 call is held to the fastest dtype's rate.
         """

@@ -302,7 +302,8 @@ def run(
         model, plan: model and plan to evaluate; the plan's cross-over is ignored.
         suite: "demo" (compare policies), "study" (change the plan's settings one by one) or "smoke".
         make_plan: function (heads=..., anchors=...) -> Plan that calibrates plans; only the study needs it.
-        text: filler text of the tasks, on which fidelity is measured, too; held-out library text if None.
+        text: text that fills the prompts of the tasks, and on which fidelity and recall are measured; held-out library
+            text if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
         resume: skip what this commit has already recorded in the file.
 

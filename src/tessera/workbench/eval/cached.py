@@ -102,7 +102,7 @@ def run(
     command: str = "tessera eval --suite cache",
     sizes: Sizes | None = None,
 ) -> int:
-    """Measure every contender; append and print a record for each of its text and question measurements.
+    """Measure every contender on text and on questions; append and print a record per measurement.
 
     Args:
         model: the model; needs a tokenizer and a context of at least `sizes.length` tokens.
@@ -174,7 +174,7 @@ def _record(contender, question, samples, unit, how, facts, label, command) -> R
 
 
 def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
-    """Return a function that asks a model the shipped model's questions and scores each from 0 to 1.
+    """Return a function that asks a model the shipped model's questions and returns a score from 0 to 1 for each.
 
     Each question is about one fact. The facts are hidden at evenly spaced depths, and answers are decoded greedily.
     """
@@ -194,7 +194,7 @@ def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]
 
 
 def real_questions(model: Model, text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
-    """Return a function that asks a model the questions of `probes`, several per document, and scores each 0 or 1."""
+    """Return a function that asks a model several questions per document (see `probes`) and returns 0 or 1 for each."""
     filler = probes.Filler.of(model.tokenizer, text)
     documents = [
         probes.make_document("single", filler, sizes.length, (sizes.length, i)) for i in range(sizes.documents)

@@ -246,7 +246,7 @@ class Contender:
     """A policy and its description in records.
 
     Attributes:
-        name: family of contenders, which a picture draws as one line.
+        name: family of contenders; a picture draws each family as one line.
         title: unique description.
         policy: the policy, without a cross-over to dense.
         brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and EXACT at
@@ -313,7 +313,7 @@ def contenders(
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Yield a contender for each rule of choosing tiles, all with the same budget."""
+    """Yield a contender for each rule that chooses tiles, all with the same budget."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),

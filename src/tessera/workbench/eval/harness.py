@@ -6,8 +6,8 @@
     model = tessera.load("path/to/model", attention="kascade")
     lm_eval.simple_evaluate(adapter(model), tasks=["lambada_openai"])
 
-The model answers under its own policy, cross-over included. Prompts longer than the context lose their beginning, as
-they do with lm_eval's own models.
+The model answers under its own policy, including the plan's cross-over to dense attention. Prompts longer than the
+context lose their beginning, as they do with lm_eval's own models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
-    """Return the tokens of context + continuation, and the number of tokens at the end that are the continuation's.
+    """Return the tokens of context + continuation, and how many tokens at their end belong to the continuation.
 
     Trailing spaces of `context` count as part of the continuation. If there are more tokens than the model takes
     (`max_positions`), the first tokens are dropped.
@@ -60,7 +60,7 @@ def split(model: Model, context: str, continuation: str) -> tuple[list[int], int
 
 
 def rolling(model: Model, text: str) -> float:
-    """Compute ln p of a whole text, except its first token, in context-sized pieces.
+    """Compute ln p of a whole text, except for its first token, in context-sized pieces.
 
     Pieces overlap by one token, and a piece's first token is not scored, so no token is scored twice.
     """

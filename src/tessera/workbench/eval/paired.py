@@ -70,7 +70,7 @@ def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Est
 
 
 def discordant(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Count the questions that only the first policy and that only the second policy answers correctly."""
+    """Return (number of questions that only `first` answers correctly, number that only `second` answers correctly)."""
     pairs = [pair for both in zip(first, second, strict=True) for pair in zip(*both, strict=True)]
     return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
 

@@ -51,8 +51,8 @@ class Sizes:
         documents: (kind, length, count), in the order they run; lengths are multiples of 128, at most the last of
             `lengths`.
         windows: number of text windows per domain, each as long as the longest length.
-        brief: `documents` for contenders whose `brief` is set. These are most rivals, and all contenders that run at
-            another budget than the plan's (the frontier).
+        brief: `documents` for contenders whose `brief` is set. These are most rivals, other plans, and all contenders
+            that run at a budget other than the plan's (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: budgets of the frontier's plans, as multiples of the plan's own budget.

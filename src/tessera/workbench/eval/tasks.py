@@ -4,10 +4,10 @@
 |---|---|---|
 | single | one pass key in running text | the key |
 | multi_key | pass keys of many names | the key of one name |
-| multi_value | four pass keys of one name, and one of each of four other names | the four |
+| multi_value | four pass keys of one name, and a pass key of each of four others | the four |
 | tracking | a chain x = 48213, y = x, z = y, among other chains | the last name's number |
 | common_words | a word list, ten words five times as often as the others | the ten |
-| frequent_words | made-up words by Zipf's law | the three most frequent |
+| frequent_words | made-up words with frequencies by Zipf's law | the three most frequent |
 
 The prompt ends where the answer begins, so that a base model can continue it. A sample's score is the share of the
 expected strings that appear in the answer. The same seed gives the same sample.
@@ -159,7 +159,7 @@ def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float 
         kind: one of KINDS.
         hay: filler and token count.
         length: maximum tokens of prompt plus answer.
-        seed: same seed, same sample.
+        seed: seed of all random choices.
         depth: position of the note that holds the answer, 0 (start) to 1 (end); random if None.
 
     Raises:

@@ -1,8 +1,8 @@
 """Three domains of held-out text that every Python installation has: source code, reference prose and help texts.
 
-`code` holds the standard library files that `tessera.train.data` holds out, except those reserved for calibration;
-`reference` holds the language reference that Python's help() shows; `help` holds long docstrings of files that are not
-held out. No text is in two domains, and none is in the library text that a plan may be calibrated on.
+`code` holds the standard library files that `tessera.train.data` holds out, except files reserved for calibration.
+`reference` holds the language reference that Python's help() shows. `help` holds long docstrings of files that are not
+held out. No text is in two domains, and no text is in the library text that a plan may be calibrated on.
 """
 
 import ast

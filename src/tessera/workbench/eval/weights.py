@@ -46,7 +46,7 @@ class Bench:
         material: texts and documents.
         ledger: records of the run.
         load: function that takes a form's name and returns the model in that form.
-        held: the form's name -> model, for the form that runs now; only one, to bound memory.
+        held: form's name -> model. It holds only the form that runs now, to bound memory.
     """
 
     base: Model

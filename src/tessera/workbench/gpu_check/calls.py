@@ -96,10 +96,10 @@ class Setting(NamedTuple):
 
 
 def kernels_here(session: Session, phase: str | None = None) -> Iterator[Kernel]:
-    """Yield the kernels in the table that this GPU runs, including kernels that call cuDNN.
+    """Yield the kernels in `dispatch.KERNELS` that this GPU runs, including kernels that call cuDNN.
 
-    Without a GPU, in a dry run, yield the first simulable kernel of each role and phase, and every simulable kernel
-    that takes single keys.
+    A dry run needs no GPU: yield the first simulable kernel of each role and phase, and every simulable kernel that
+    takes single keys.
     """
     capability = hardware.gpu_capability()
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.runs_on(capability)]

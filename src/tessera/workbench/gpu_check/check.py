@@ -67,5 +67,5 @@ def fault(
             for name, error in errors(spec, q[one, rows], k[one], v[one], here, chosen, part).items():
                 over = float(error) / unit / ALLOWED[name]
                 if not over <= 1:
-                    return f"wrong: {name} of sequence {b}, query tile {i} is {over:.3g} times as far off as allowed"
+                    return f"wrong: in sequence {b}, query tile {i}, {name} has {over:.3g} times the allowed error"
     return None

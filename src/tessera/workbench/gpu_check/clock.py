@@ -14,7 +14,7 @@ from tessera.workbench.gpu_check.session import Session, on_gpu
 
 PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
 ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors raised where CUPTI is absent, another tool uses it, or the process lacks the rights."""
+"""Errors raised if CUPTI is absent, another tool uses it, or the process lacks permission."""
 
 
 class Samples(NamedTuple):

@@ -21,7 +21,7 @@ from tessera.workbench.gpu_check import calls
 SCALE = 64.0
 """Softmax scale, and thus a row's score at the slot where q . k is 1. exp(-SCALE) is negligible in every dtype."""
 TOKENS = 32
-"""Tokens of a query tile. The tile's rows are TOKENS x query heads."""
+"""Tokens per query tile. A query tile has TOKENS x query heads rows."""
 COLUMN = 8
 """16-bit numbers in a 16-byte column."""
 

@@ -42,7 +42,8 @@ LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
 also lie above 1."""
 WORST_ELSEWHERE = 0.95
-"""Minimum gain at each held-out length for which the winner replaces the default: it may be slightly slower there."""
+"""Minimum gain at every held-out length for which the winner replaces the default. The winner may be slightly slower
+than the default at these lengths."""
 MOST_S, MOST_GIB = 1e9, 1e9
 """Largest accepted limits, in seconds and GiB. Larger values would overflow a queue's timeout or a resource limit."""
 
@@ -56,8 +57,9 @@ class Budget:
         quick: timed calls per candidate in the search.
         finalists: number of candidates in the final, not counting the default.
         rounds: turns per contender in the final and in the confirmation.
-        limit_s: seconds that the child may take per answer, compilation included.
-        memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None is nine tenths of the machine's.
+        limit_s: seconds that the child process may take per answer, compilation included.
+        memory_gib: host memory that the child process may hold, in GiB. 0 means no limit, and None means nine tenths of
+            the machine's memory.
         seed: seed of the search and of the random inputs.
         method: search method, a key of METHODS.
     """

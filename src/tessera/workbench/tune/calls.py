@@ -109,7 +109,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
     error = np.abs(mass.sum(-1) - sizes).max()
     limit = 2e-2 * sizes.max()
     if not error <= limit:
-        return f"a query tile's masses sum to {error:.3g} more or less than its number of rows; allowed: {limit:.3g}"
+        return f"the sum of a query tile's masses is off its number of rows by {error:.3g}; allowed: {limit:.3g}"
     first = (len(sizes) - 1) * spec.query_tile
     rows = [oracle.attend(row_call(spec, call, row)).mass[:, :, 0] for row in range(first, num_queries)]
     error = np.abs(mass[:, :, -1] - sum(rows)).max()

@@ -1,4 +1,4 @@
-"""Search a finite space with a small genetic algorithm that tries nothing twice. It knows no kernels and no clocks.
+"""Search a finite space with a small genetic algorithm that tries nothing twice and knows nothing about kernels.
 
 Genomes are dicts of a Config's fields. The search first tries the given proposals, then breeds: it picks two parents by
 tournament, takes each field of the child from one of them at random, and moves one field to a neighbouring value or

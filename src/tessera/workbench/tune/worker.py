@@ -65,7 +65,10 @@ def program_of(request: dict) -> Program:
 
 
 def measure(request: dict) -> dict:
-    """Time `rounds` calls after one warm-up call; return each call's seconds, or an error if a result is wrong."""
+    """Time `rounds` calls after one warm-up call; return their seconds and the compile seconds.
+
+    If a result is wrong, return an error in place of the calls' seconds.
+    """
     program = program_of(request)
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
