@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum number of samples for a bootstrap interval. With fewer, the interval says little more than their range."""
+"""Minimum number of samples for a bootstrap interval. An interval of fewer samples tells little more than their range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
@@ -266,7 +266,7 @@ def here() -> Where:
 
 @functools.cache
 def code() -> Code:
-    """Return the commit of the checkout that this package runs from. It is cached: loaded code does not change."""
+    """Return the commit of the checkout that this package runs from. Cached, since loaded code does not change."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)

@@ -130,9 +130,9 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product after checking for races between reads of its operands and writes.
+    """Check the reads of a matrix product's operands for races, then run the simulator's product.
 
-    The simulator itself omits this check.
+    The simulator itself does not make this check.
 
     The hardware reads the operands through its asynchronous proxy, which sees threads' writes only after a fence
     (`commit_smem`). The simulated product ends before its thread continues, so the check misses a buffer that is

@@ -1,6 +1,6 @@
 """Run benchmarks and append a record per contender. Contenders take turns on fresh inputs; their outputs are checked.
 
-    tessera bench --suite cpu                      run all its cases, append to evidence/<device>.jsonl
+    tessera bench --suite cpu                      run a suite, append to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      run one case
     tessera bench --suite cpu --resume             run only the cases without a record from this commit
     tessera bench --suite cpu --gate               store nothing; exit code 1 if a case failed or got worse beyond noise
@@ -162,7 +162,7 @@ def gate(suite: str = "cpu", **options) -> int:
     asked = set(options.get("only") or ())
     old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
     if not old:
-        raise ValueError(f"{stored} has no record of these cases of --suite {suite}: run them without --gate first")
+        raise ValueError(f"{stored} has no record of --suite {suite} for these cases: run them without --gate first")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)

@@ -102,7 +102,7 @@ def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
 
 
 def amdahl_gain(share: float, gain: float) -> float:
-    """Return the whole's speed-up if a `share` of its time is sped up `gain` times: 1 / ((1 - share) + share / gain).
+    """Return the overall speed-up if a `share` of the time becomes `gain` times faster: 1 / (1 - share + share / gain).
 
     Raises:
         ValueError: `share` is not between 0 and 1, or `gain` is not positive.

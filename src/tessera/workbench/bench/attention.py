@@ -18,7 +18,7 @@ from tessera.workbench.evidence import How, Record, What
 HEAD_DIM = 128
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest allowed error by dtype, relative to the largest magnitude in the checked rows. Rounding alone errs less."""
+"""Largest allowed error by dtype, relative to the largest value in the checked rows. Rounding errors are smaller."""
 
 
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:

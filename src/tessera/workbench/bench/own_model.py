@@ -1,6 +1,6 @@
 """Time a model (folder, hub id or GGUF file) on prefills of several lengths, under dense attention and under its plan.
 
-Both policies take turns.
+The two policies take turns.
 """
 
 import os

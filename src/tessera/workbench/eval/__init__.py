@@ -242,7 +242,7 @@ def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command:
 
 
 def on_text(op: str, question: str, contender: Contender) -> What:
-    """Return the field `what` of the record of a contender's measurement on plain text."""
+    """Return the `what` field for a record of the contender's measurement on plain text."""
     return What(
         op=op,
         kernel=contender.name,

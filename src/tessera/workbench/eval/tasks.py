@@ -7,7 +7,7 @@
 | multi_value | four pass keys of one name, and a pass key of each of four others | the four |
 | tracking | a chain x = 48213, y = x, z = y, among other chains | the last name's number |
 | common_words | a word list, ten words five times as often as the others | the ten |
-| frequent_words | made-up words with frequencies by Zipf's law | the three most frequent |
+| frequent_words | made-up words whose frequencies follow Zipf's law | the three most frequent |
 
 The prompt ends where the answer begins, so that a base model can continue it. A sample's score is the share of the
 expected strings that appear in the answer. The same seed gives the same sample.

@@ -98,8 +98,8 @@ class Setting(NamedTuple):
 def kernels_here(session: Session, phase: str | None = None) -> Iterator[Kernel]:
     """Yield the kernels in `dispatch.KERNELS` that this GPU runs, including kernels that call cuDNN.
 
-    A dry run needs no GPU: yield the first simulable kernel of each role and phase, and every simulable kernel that
-    takes single keys.
+    In a dry run, which needs no GPU, yield the first simulable kernel of each role and phase, and every simulable
+    kernel that takes single keys.
     """
     capability = hardware.gpu_capability()
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.runs_on(capability)]

@@ -111,7 +111,7 @@ def run(session: Session) -> None:
 
 
 def what_of(kernel: Kernel, case: Case) -> What:
-    """Return the field `what` of the record of a kernel's case."""
+    """Return the `what` field for a record of this kernel and case."""
     return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
 
 

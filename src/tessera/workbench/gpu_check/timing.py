@@ -196,7 +196,7 @@ def checked(contender: Contender, numbers: Numbers) -> None:
 
 
 def what_of(name: str, setting: Setting) -> What:
-    """Return the field `what` of the record of a contender's call."""
+    """Return the `what` field for a record of the contender `name` and this call."""
     return What(op="gpu attention", kernel=name, workload=setting.words(), dtype=setting.dtype)
 
 

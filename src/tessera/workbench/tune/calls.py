@@ -45,7 +45,7 @@ def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
 
 
 def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Selection:
-    """Draw a list per query tile: its last visible tile, and as many other random visible tiles as fit."""
+    """Draw a list per query tile: the last visible key tile, and as many other random visible key tiles as fit."""
     s = shapes
     rows = ceil_div(s.num_queries, spec.query_tile)
     tiles = np.zeros((s.batch, s.num_kv_heads, rows, s.capacity), np.int32)
@@ -109,7 +109,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
     error = np.abs(mass.sum(-1) - sizes).max()
     limit = 2e-2 * sizes.max()
     if not error <= limit:
-        return f"the sum of a query tile's masses is off its number of rows by {error:.3g}; allowed: {limit:.3g}"
+        return f"the sum of a query tile's masses differs from its number of rows by {error:.3g}; allowed: {limit:.3g}"
     first = (len(sizes) - 1) * spec.query_tile
     rows = [oracle.attend(row_call(spec, call, row)).mass[:, :, 0] for row in range(first, num_queries)]
     error = np.abs(mass[:, :, -1] - sum(rows)).max()

@@ -42,7 +42,7 @@ def failed(task: Task, error: Exception, command: str) -> evidence.Record:
 
 
 def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
-    """Return the field `what` of the search's record: the tuned call, and the config found for it."""
+    """Return the `what` field for the search's record: the tuned call, and the config found for it."""
     s = task.shapes
     size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
     title = f"{size}, tile {task.spec.tile}" if task.kernel.role == "sparse" else size
