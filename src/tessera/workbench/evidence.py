@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum number of samples for a bootstrap interval. An interval of fewer samples tells little more than their range."""
+"""Minimum samples for a bootstrap interval. An interval of fewer samples tells little more than the samples' range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
