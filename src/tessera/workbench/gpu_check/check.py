@@ -67,5 +67,5 @@ def fault(
             for name, error in errors(spec, q[one, rows], k[one], v[one], here, chosen, part).items():
                 over = float(error) / unit / ALLOWED[name]
                 if not over <= 1:
-                    return f"wrong: in sequence {b}, query tile {i}, {name} has {over:.3g} times the allowed error"
+                    return f"wrong: {name} in sequence {b}, query tile {i} has {over:.3g} times the allowed error"
     return None
