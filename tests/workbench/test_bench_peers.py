@@ -119,7 +119,7 @@ def test_ours_is_recorded_when_no_peer_runs(tmp_path, monkeypatch, capsys):
     assert ours.facts["skipped"][peers.PEERS["jax"].kernel].startswith("two arrays of 8 x 256 x 256 scores")
     assert str(tmp_path) not in evidence.encode(ours)
     said = " ".join(capsys.readouterr().err.split())
-    assert all(f"dense_prefill_f32: without {peer}: {why}" in said for peer, why in ours.facts["skipped"].items())
+    assert all(f"dense_prefill_f32: {peer} is skipped: {why}" in said for peer, why in ours.facts["skipped"].items())
 
 
 def test_a_library_that_fails_is_left_out_with_what_it_said(stand, monkeypatch):

@@ -153,7 +153,7 @@ def test_figures_that_the_second_set_lacks_are_named(capsys):
     short = [replace(r, samples=r.samples[:3], code=renamed[0].code, date="2030") for r in both]
     assert compare.vanished([*both, *short], alone) == both[:1], "the last run has it too, without an interval"
     compare.print_changes(list(compare.changes(both, alone)), [], compare.vanished(both, alone))
-    assert "case: peer float32: in the first set, not in the second" in capsys.readouterr().out
+    assert "case: peer float32: in the first set, but not in the second" in capsys.readouterr().out
 
 
 def test_the_table_names_the_worst_first(capsys):

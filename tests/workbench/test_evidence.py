@@ -119,8 +119,8 @@ def test_newer_schema_and_unknown_fields_are_refused():
     [
         ({"where": None}, "where=None must be an object"),
         ({"how": None}, "how=None must be an object"),
-        ({"samples": []}, "neither samples with their median nor an error"),
-        ({"median": None}, "neither samples with their median nor an error"),
+        ({"samples": []}, "must have an error, or samples and their median"),
+        ({"median": None}, "must have an error, or samples and their median"),
         ({"samples": [1.0, "fast"]}, "'fast' must be a finite number"),
         ({"samples": [True]}, "True must be a finite number"),
         ({"date": 20261121}, "date=20261121 must be a string"),

@@ -233,7 +233,7 @@ def test_a_contender_that_doubles_its_output_is_recorded_as_wrong_and_the_others
     timing.time_setting(run, clock.Clock(run), SMALL)
     errors = {record.what.kernel: record.error for record in evidence.read(run.out)}
     assert set(errors) == set(planted)
-    assert errors["double"].startswith("ValueError: wrong: out of sequence 0")
+    assert errors["double"].startswith("ValueError: wrong: out in sequence 0")
     assert errors["right"] is errors["also right"] is None
 
 
@@ -280,7 +280,7 @@ def test_a_wrong_row_of_a_sparse_answer_is_seen(tmp_path):
     assert check.fault(*about, found) is None
     for row in (0, 50, 95):
         off = found._replace(out=found.out.at[1, row, 1].multiply(1.05))
-        assert "wrong: out of sequence 1" in check.fault(*about, off)
+        assert "wrong: out in sequence 1" in check.fault(*about, off)
         assert "wrong: lse" in check.fault(*about, found._replace(lse=found.lse.at[0, row, 0].add(0.01)))
     assert "wrong: out" in check.fault(*about, found._replace(out=found.out.at[0, 95].set(jnp.nan)))
 

@@ -60,7 +60,7 @@ def test_answers_end_at_a_stop_string(model):
 
 
 def test_what_cannot_be_scored_is_refused(model):
-    with pytest.raises(ValueError, match="num_scored=3 must be at least 1 and less than the 3 tokens"):
+    with pytest.raises(ValueError, match="num_scored=3 must be at least 1 and less than the number of tokens, 3"):
         harness.log_likelihood(model, [1, 2, 3], 3)
     with pytest.raises(ValueError, match="513 tokens are more than the context of 512"):
         harness.log_likelihood(model, [1] * 513, 3)

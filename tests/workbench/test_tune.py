@@ -139,7 +139,7 @@ def test_masses_are_checked():
     config = kernel.default_config(spec, shapes)
     out = kernel.launch(call.q, KeyValues.of(call.k, call.v), spec, call.positions, None, config)
     assert calls.fault(spec, call, out, "score") is None
-    assert "sum to" in calls.fault(spec, call, out._replace(mass=out.mass * 1.1), "score")
+    assert "differs from its number of rows" in calls.fault(spec, call, out._replace(mass=out.mass * 1.1), "score")
     assert "last query tile" in calls.fault(spec, call, out._replace(mass=jnp.roll(out.mass, 1, -1)), "score")
 
 

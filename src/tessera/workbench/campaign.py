@@ -1,4 +1,4 @@
-"""Help studies resume: a study appends a line per finished case to a file, and the line names the code's commit."""
+"""Help studies resume: a study appends one line per finished case to a file, and each line names its code's commit."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -18,25 +18,28 @@ def out_of_time(line: Mapping[str, Any]) -> bool:
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Return whether the line settles its case: `code` is its code, all of it committed, and no time limit was hit."""
+    """Return whether the line settles its case: `code` made it, nothing was uncommitted, and no time limit was hit."""
     same = all(line.get(name) == value for name, value in code.items())
     return same and not line.get("dirty") and not out_of_time(line)
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """Return the last line of each case, from only those lines that the same code made as the last line of `found`."""
+    """Return the last line of each case. Only lines made by the code that made the last line of `found` count.
+
+    `identity` returns the case of a line.
+    """
     made = [[line.get(name) for name in CODE] for line in found]
     return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
 
 
 def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """Return a copy of the record that names the code of the line. The report itself may run at a later commit."""
+    """Return the record with the commit at which the line was made: the report itself may run at a later commit."""
     made = {name: line[name] for name in CODE if name in line}
     return replace(record, code=evidence.Code(**made)) if made else record
 
 
 def lines_to_report(out: Path) -> list[dict[str, Any]]:
-    """Return the file's lines.
+    """Return the lines of the study file `out`.
 
     Raises:
         ValueError: the file has no lines.

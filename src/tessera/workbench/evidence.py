@@ -1,7 +1,7 @@
 """Records of measurements: what, where, which code, how, and the result or the error, one JSON object per line.
 
-A record never names a host, a user or a path. Appending survives a kill: the writer appends in one call and syncs; the
-reader drops a last line that a kill cut short, and the next writer removes it.
+A record never names a host or a private folder. Appending survives a kill: the writer appends in one call and syncs,
+the reader drops a last line that a kill cut short, and the next writer removes that line.
 """
 
 import functools
@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum number of samples for a bootstrap interval. With fewer, the interval says little more than their range."""
+"""Minimum samples for a bootstrap interval. An interval of fewer samples tells little more than the samples' range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
@@ -75,8 +75,8 @@ class Code:
     Attributes:
         commit: git commit; None outside a checkout.
         dirty: whether tracked sources differed from the commit.
-        landed: commit of this repository's history that holds the same code, if `commit` itself is not in the history
-            (several commits that landed as one).
+        landed: commit in this repository's history that contains the same code, if `commit` was squashed with others
+            and so is not in the history itself.
     """
 
     commit: str | None
@@ -235,7 +235,7 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Return the names of this host, the home folder and the working folder that an encoded record holds as words."""
+    """Return the private words that an encoded record contains: host name, home folder or working folder."""
     text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, whose n would hide the start of a word
     names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
     return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))
@@ -266,7 +266,7 @@ def here() -> Where:
 
 @functools.cache
 def code() -> Code:
-    """Return the commit of the checkout that this package runs from. It is cached: loaded code does not change."""
+    """Return the commit of the checkout that this package runs from. Cached, since loaded code does not change."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)
@@ -303,7 +303,7 @@ def decode(line: str) -> Record:
     known = {f.name for f in fields(Record)}
     unknown = sorted(set(body) - known)
     if unknown:
-        raise ValueError(f"record fields {unknown} are unknown to schema {SCHEMA}")
+        raise ValueError(f"record fields {unknown} are unknown to schema {SCHEMA}: remove them, or update tessera")
     for name, part in (("what", What), ("where", Where), ("code", Code), ("how", How), ("comparison", Comparison)):
         if body.get(name) is not None:
             body[name] = part(**body[name])
@@ -333,9 +333,9 @@ def _checked(record: Record) -> Record:
     single += (record.flops_per_s, record.bytes_per_s)
     for number in (*record.samples, *(record.density or ()), *(x for x in single if x is not None)):
         if not _fits(number, float):
-            raise ValueError(f"{number!r:.40} must be a finite number")
+            raise ValueError(f"{number!r:.40} must be a finite number, like every sample, density, median and rate")
     if record.error is None and (not record.samples or record.median is None):
-        raise ValueError("it has neither samples with their median nor an error")
+        raise ValueError("a record must have an error, or samples and their median, but this one has neither")
     if record.samples and record.median is not None:
         median = statistics.median(record.samples)
         if not math.isclose(record.median, median, rel_tol=1e-9):
@@ -344,7 +344,7 @@ def _checked(record: Record) -> Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value read from JSON fits an annotation; numbers must be finite, and a bool is not a number."""
+    """Return whether a value from JSON fits a type annotation; numbers must be finite, and a bool is not a number."""
     if isinstance(kind, types.UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if kind in (int, float):
@@ -356,7 +356,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
-    """Append records to a file with one write and one fsync; first remove a last line that a kill cut short."""
+    """Append records to a file with one write and one fsync, after removing a last line that a kill cut short."""
     batch = [records] if isinstance(records, Record) else list(records)
     data = "".join(encode(record) + "\n" for record in batch).encode()
     path = Path(path)
@@ -369,7 +369,7 @@ def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
             _drop_cut_line(handle, size)
         written = os.write(handle, data)
         if written != len(data):
-            raise OSError(f"only {written} of {len(data)} bytes of a record reached {path.name}: is the disk full?")
+            raise OSError(f"wrote only {written} of {len(data)} bytes of records to {path.name}: is the disk full?")
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -384,7 +384,7 @@ def _lock(handle: int) -> None:
 
 
 def _drop_cut_line(handle: int, size: int) -> None:
-    """Cut the file off after its last line end. Keep a last line that is complete except for its line end."""
+    """Remove the file's last line, which has no line end. If the line is a whole record, add the line end instead."""
     text = os.pread(handle, size, 0)
     start = text.rfind(b"\n") + 1
     if _whole(text[start:]):
@@ -406,7 +406,7 @@ def read(path: str | os.PathLike) -> list[Record]:
     """Read all records of a file in order, ignoring a last line that a kill cut short.
 
     Raises:
-        ValueError: another line is not a record; the message gives its number.
+        ValueError: any other line is not a record; the message gives its line number.
     """
     lines = Path(path).read_bytes().split(b"\n")
     if not _whole(lines[-1]):  # empty if the file ends in a line end
@@ -425,8 +425,8 @@ def read(path: str | os.PathLike) -> list[Record]:
 def latest(records: Iterable[Record]) -> dict[Key, Record]:
     """Return the last record of each key, in order of first appearance. A later error replaces an earlier figure.
 
-    A case that crashed as a whole leaves one error record without a kernel. The next record of the same command on the
-    same machine removes that error.
+    A command that crashed as a whole left one error record that names no kernel. The next record of the same command
+    on the same machine removes that error.
     """
     table: dict[Key, Record] = {}
     crashes: dict[tuple[str, str], Key] = {}

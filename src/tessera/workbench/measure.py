@@ -1,8 +1,8 @@
 """Measure reliably: interleaved samples, medians with intervals, and the peak memory of a child process.
 
-A contender is a function that runs once and returns its own seconds: it stops its clock after `block_until_ready`, or,
-for a peer, inside the peer's process. Contenders take turns in rounds. Each round reverses the order of the round
-before, so that a machine whose speed drifts slows all contenders equally.
+A contender is a function that does the work once and returns the seconds that it took. Its clock stops after
+`block_until_ready`; the clock of another library (a peer) runs in the peer's process. Contenders take turns in rounds.
+Each round reverses the order of the previous one, so that a machine whose speed drifts slows all contenders equally.
 """
 
 import math
@@ -53,17 +53,17 @@ def interleave(
     until: float = math.inf,
     least: int = 1,
 ) -> dict[str, list[float]]:
-    """Sample every contender in turns.
+    """Sample each contender once per round.
 
     Args:
-        contenders: name -> (round number) -> seconds; the number can seed fresh inputs. Warm-up rounds have negative
-            numbers.
+        contenders: name -> function that takes the round number, which can seed fresh inputs, and returns seconds.
+            Warm-up rounds have negative numbers.
         rounds: samples per contender, if time allows.
         warmup: calls per contender before the first sample; compilation happens there.
         rest_s: seconds to pause before each sample, so that the previous contender's worker threads stop spinning.
         until: deadline on the clock of `time.monotonic`. A round does not start if, at the mean duration of the earlier
             rounds (pauses included), it would end past the deadline.
-        least: number of rounds that run even past the deadline, at least 1.
+        least: number of rounds that run even past the deadline; values below 1 count as 1.
 
     Returns:
         name -> seconds, one sample per round; all contenders' samples at one index come from the same round.
@@ -137,10 +137,11 @@ def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
 
 
 def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
-    """Return the least seconds from a call until one number of its result is on the host.
+    """Return the shortest time in seconds, over `rounds` calls, until one element of the result is on the host.
 
     The ceilings must expose measured times that are too short to be real. If `time_call` stopped its clock too early,
-    ceilings taken with it would hide this fault. A number cannot reach the host before the program ends.
+    ceilings measured with `time_call` would hide that fault. Here the clock cannot stop too early, since no element
+    reaches the host before the program ends.
     """
     last = jax.jit(lambda out: out.ravel()[-1])
     taken = []
@@ -200,7 +201,7 @@ def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeo
         )
     except subprocess.TimeoutExpired as error:
         os.close(receive)
-        raise TimeoutError(f"{timeout_s=} was not enough for the child process") from error
+        raise TimeoutError(f"{timeout_s=} was not enough for the child process: raise it or run less") from error
     finally:
         os.close(send)
     wall_s = time.perf_counter() - start

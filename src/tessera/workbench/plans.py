@@ -1,7 +1,8 @@
 """Make the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
 
-"again" keeps the shipped plan and measures its promise and cross-over again. Cross-overs are timed, so run nothing else
-meanwhile.
+"again" keeps the budgets of the shipped plan and measures the rest again: the promise, which states how much of dense
+attention's quality the plan keeps, and the cross-over, which is the prompt length from which the plan is faster than
+dense attention. Cross-overs are timed, so run nothing else meanwhile.
 """
 
 import sys
@@ -22,14 +23,16 @@ from tessera.workbench.eval.texts import DOMAINS, windows_of
 from tessera.workbench.quality import calibration_texts, with_pass_keys
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
-"""Arguments of `calibrate`. `max_kl` is in nats per token. Only layer 1 finds pass keys. With this target, no head of
-layer 1 has budget 1 (all keys). The control reads no chosen tiles, so it then finds no pass keys."""
+"""Arguments of `calibrate`; `max_kl` is in nats per token. Only layer 1 of the demo model finds pass keys. With this
+target, no head of layer 1 gets budget 1, with which it would read all keys. The control, `quality.without_choice`, then
+reads no distant keys in layer 1 and so finds no pass keys."""
 
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""Arguments of `calibrate`. On every domain, `max_kl` is below the divergence of a sliding window that reads as many
-keys (docs/answers.md). Without `minimum`, a head with a small share reads too few keys at 2,048 tokens (LOG.md)."""
+"""Arguments of `calibrate`; `max_kl` is in nats per token, `minimum` in keys. In every domain of the evaluation,
+`max_kl` is below the divergence of a sliding window that reads as many keys as the plan (docs/answers.md). Without
+`minimum`, a head with a small budget would read too few keys at 2,048 tokens (LOG.md)."""
 
 
 def search_demo(model: Model) -> Plan:
@@ -45,7 +48,7 @@ def search_smollm2(model: Model) -> Plan:
 
 
 def judge_demo(model: Model) -> list[list[int]]:
-    """Return held-out library text in the form of `calibration_texts`, but from other files."""
+    """Return token lists of held-out library text; as in `calibration_texts`, every second list hides a pass key."""
     return with_pass_keys(library_corpus().held_out, model.config.max_positions, 4, seed=7)
 
 

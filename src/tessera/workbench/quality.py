@@ -35,13 +35,13 @@ class Accuracy:
 
 
 def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
-    """Return prompts of held-out library text that hide pass keys at evenly spread depths; deterministic."""
+    """Draw prompts from held-out library text, with pass keys hidden at evenly spaced depths."""
     depths = (np.arange(num_tasks) + 0.5) / num_tasks
     return [passkey_task(np.random.default_rng((seed, length, i)), length, depth=d) for i, d in enumerate(depths)]
 
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
-    """Answer every task greedily, as `generate` does (chunked prefill, then token by token); count right answers."""
+    """Answer the tasks greedily with `generate`, `batch` prompts at a time, and count the right answers."""
     num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]
@@ -96,8 +96,8 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
 def without_choice(plan: Plan) -> Plan:
     """Return a copy of the plan that chooses no keys, as a control.
 
-    A head with budget 1 still reads all keys. Every other head reads only what is always read: its own tiles, local
-    tiles and sinks.
+    A head with budget 1 still reads all keys. Every other head reads only the tiles that are always read, which hold
+    the query tile's own keys, the local keys before them, or the sinks (the sequence's first keys).
     """
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
     return replace(plan, fraction=0.0, minimum=0, budgets=budgets, promise={})

@@ -1,7 +1,7 @@
 """Draw random attention calls and run kernels on them, for the tests and `tessera verify`.
 
 Padding is always NaN: keys at or past kv_len, rows at or past q_len. A kernel for a TPU or a GPU that is absent runs in
-simulation, with race detection on and fresh memory full of NaN.
+simulation, with race detection on and uninitialised memory filled with NaN.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from tessera.core import hardware
 
 SMALL_BLOCK = 16
 UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiler options of a simulated kernel. It runs only a few times, and optimising would take longer than the runs."""
+"""Compiler options for a simulated kernel. It runs only a few times, and optimising would take longer than the runs."""
 
 
 class Race(RuntimeError):
-    """Two threads of a simulated kernel accessed the same memory, at least one writing, without any ordering."""
+    """Two threads of a simulated kernel accessed the same memory without synchronisation, and at least one wrote."""
 
 
 def machine(kernel: Kernel):
@@ -45,7 +45,7 @@ def machine(kernel: Kernel):
 
 
 def is_simulated(kernel: Kernel) -> bool:
-    """Return whether the kernel's chip is absent: another platform, or a GPU generation that cannot run the kernel."""
+    """Return whether the kernel's chip is absent: JAX runs on another platform, or this GPU cannot run the kernel."""
     return kernel.platform not in ("any", jax.default_backend()) or not kernel.runs_on(hardware.gpu_capability())
 
 
@@ -62,7 +62,7 @@ def _simulated_tpu(name: str):
         finally:
             pltpu.reset_tpu_interpret_mode_state()  # a failed call would otherwise fail every later one
     if any(state.races_found for state in states):
-        raise Race(f"{name}: a data race")
+        raise Race(f"{name}: the simulator found a data race")
 
 
 @contextlib.contextmanager
@@ -87,12 +87,12 @@ def _simulated_gpu(name: str):
         finally:
             interpret_pallas_call.reset_gpu_interpret_mode_state()
     if any(state.races_found for state in states):
-        raise Race(f"{name}: a data race")
+        raise Race(f"{name}: the simulator found a data race")
 
 
 @contextlib.contextmanager
 def _every(module, name: str):
-    """Yield a list of the race detectors that class `name` of `module` creates in this context, one per launch.
+    """Yield a list that collects the race detectors (instances of class `name` of `module`), one per kernel launch.
 
     The simulator itself keeps only the last launch's detector.
     """
@@ -111,8 +111,10 @@ def _every(module, name: str):
 
 @contextlib.contextmanager
 def _direct_callbacks():
-    """Context in which the simulator's callbacks take and return arrays without a copy through a device. The copies
-    would take half of the simulation time of Hopper's kernels."""
+    """Let the simulator's callbacks take and return numpy arrays in this context, without copies through a device.
+
+    The copies would take half of the simulation time of the Hopper kernels.
+    """
     from jax._src import callback as callbacks
 
     def say(*args, callback, **_):
@@ -128,11 +130,13 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product, and check the reads of its operands for races; the simulator does not.
+    """Check the reads of a matrix product's operands for races, then run the simulator's product.
 
-    The hardware reads the operands by its asynchronous proxy, which sees threads' writes only after a fence
-    (commit_smem). The product is assumed to end before its thread continues, so a buffer that is released while the
-    product still reads it goes undetected.
+    The simulator itself does not make this check.
+
+    The hardware reads the operands through its asynchronous proxy, which sees threads' writes only after a fence
+    (`commit_smem`). The simulated product ends before its thread continues, so the check misses a buffer that is
+    released while real hardware would still read it.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -147,7 +151,7 @@ def _tracked_product(product, **call):
 
 
 def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
-    """Run the simulator's read. In the name scope `warpgroup.OPERAND`, check it like a read of a product's operand."""
+    """Run the simulator's read. In the name scope `warpgroup.OPERAND`, check it as a read of a product's operand."""
     if OPERAND not in str(getattr(source_info, "name_stack", "")):
         return read(token, mesh_location, thread, *call, source_info=source_info, **options)
     key, transforms, block, step, _ = call
@@ -160,7 +164,9 @@ def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, *
 
 @contextlib.contextmanager
 def _asynchronous(thread):
-    """Yield the simulator's memory and the vector clock of the asynchronous proxy's next access for `thread`."""
+    """Yield the simulator's memory and the vector clock of the next access that the asynchronous proxy makes for
+    `thread`.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     memory = gpu_callbacks._get_shared_memory()
@@ -178,7 +184,7 @@ def jit_for(kernel: Kernel, launch):
 
 @functools.cache
 def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
-    """Jit the kernel: (q, k, v, positions, selection, scales) -> AttentionOut."""
+    """Return the kernel as a jitted function (q, k, v, positions, selection, scales) -> AttentionOut."""
 
     def launch(q, k, v, positions, selection, scales=None):
         return kernel.launch(q, KeyValues.of(k, v)._replace(scales=scales), spec, positions, selection, config)
@@ -187,7 +193,7 @@ def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
 
 
 def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:
-    """Run the kernel on a numpy call; return numpy float32. Uses the smallest blocks if no config is given."""
+    """Run the kernel on a call of numpy arrays, with the smallest blocks if `config` is None; return float32 arrays."""
     spec = spec_of(call, kernel.role)
     scales = None if call.scales is None else jnp.asarray(call.scales)
     q, k, v = (
@@ -207,10 +213,10 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 
 
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
-    """Return the kernel's smallest blocks, far below the catalogue's sizes, so that every loop runs more than once.
+    """Return the kernel's smallest block sizes. The catalogue's calls are larger, so every loop runs more than once.
 
-    Hopper's products and registers limit the blocks: for a GPU kernel, return the smallest config of the call's search
-    space.
+    On Hopper, matrix instructions and registers limit the block sizes. For a GPU kernel, therefore, return the smallest
+    config of the call's search space.
     """
     if kernel.platform == "gpu":
         return min(kernel.search_space(spec, shapes), key=lambda config: sum(dataclasses.astuple(config)))
@@ -225,21 +231,21 @@ def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shap
 def roundings(kernel: Kernel) -> dict[str, bool]:
     """Return which intermediate values the kernel rounds, as keyword arguments of `oracle.tolerance`.
 
-    A TPU's kernels multiply the scale into q, because scaling scores would cost a tenth of the speed. Prefill kernels
-    of TPUs and GPUs multiply int8 keys and values by their scales.
+    "folded": a TPU's kernels multiply the softmax scale into q, because scaling the scores would cost a tenth of the
+    speed. "dequantised": prefill kernels of TPUs and GPUs multiply int8 keys and values by their scales.
     """
     return {"folded": kernel.platform == "tpu", "dequantised": kernel.platform != "any" and kernel.phase == "prefill"}
 
 
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
-    """Return the spec of the oracle's call; with role "score", the kernel also returns the mass."""
+    """Return the spec of the oracle's call. With role "score", it also asks for each key tile's probability mass."""
     names = ("causal", "window", "scale", "softcap", "tile", "query_tile")
     return AttentionSpec(**{name: getattr(call, name) for name in names}, mass=role == "score")
 
 
 @functools.cache
 def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -> oracle.Call:
-    """Draw a workload's call from random numbers of the dtype; all padding is NaN."""
+    """Draw random inputs for a workload's call, in `dtype`, for kernels of this role; all padding is NaN."""
     w = workload
     rng = np.random.default_rng(seed)
     store = oracle.DTYPES[dtype]
@@ -282,9 +288,9 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round x [batch, keys, heads, head dim] to int8 times a bfloat16 scale [batch, heads, keys] per key and head.
+    """Round x [batch, keys, heads, head dim] to int8 numbers and bfloat16 scales [batch, heads, keys]; return both.
 
-    The largest |x| of a key and head becomes about 127.
+    x is about number * scale. The largest |number| of each key and head is about 127.
     """
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
@@ -292,8 +298,10 @@ def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ascending lists of random tiles; each query tile's count is random and may be 0. Entries past count are
-    garbage."""
+    """Draw ascending lists of random key tiles, (tiles, count). Each query tile's count is random and may be 0.
+
+    Entries of `tiles` past the count are garbage.
+    """
     shape = (w.batch, w.num_kv_heads, w.num_query_tiles)
     count = rng.integers(0, w.capacity + 1, shape)
     count.flat[0] = w.capacity
@@ -304,8 +312,10 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lists that `select_tiles` makes from random masses under the workload's budget. Entries past count are
-    garbage."""
+    """Return the lists (tiles, count) that `select_tiles` makes from random masses under the workload's budget.
+
+    Entries of `tiles` past the count are garbage.
+    """
     mass = rng.random((w.batch, w.num_kv_heads, w.num_query_tiles, w.num_key_tiles), np.float32)
     where = {n: getattr(w, n) for n in ("q_start", "kv_len", "q_len") if getattr(w, n) is not None}
     where |= {n: jnp.asarray(x, jnp.int32) for n, x in where.items()}
@@ -317,9 +327,9 @@ def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool = True) -> list[Kernel]:
-    """Return the kernels that run here; with `simulate`, also those of absent chips.
+    """Return the kernels that run here and, with `simulate`, the kernels of absent chips that can be simulated.
 
-    `phase` "decode" does not exclude prefill kernels, which take decode calls too.
+    `role` and `phase` filter them. `phase` "decode" does not exclude prefill kernels, which take decode calls too.
     """
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
@@ -347,9 +357,10 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
-    """Return the workload in the first form that the kernel takes; None if the kernel refuses every form.
+    """Return the workload, with another tile or head dim if the kernel needs it; None if the kernel takes no variant.
 
-    The forms are, in this order, its own tile, a tile of at least 16, and tile 1; then the same at head dim 64 or more.
+    The tiles to try are, in this order, the workload's own, at least 16, and 1; then the same tiles with a head dim of
+    at least 64.
     """
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):

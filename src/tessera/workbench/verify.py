@@ -54,7 +54,7 @@ NUMBERS: Final[Mapping[str, Callable[[oracle.Call], oracle.Call]]] = MappingProx
 )
 """Name -> function that changes a call's numbers."""
 CONFIGS: Final = ("small", "default", "all")
-"""Block sizes to check: the smallest (every loop runs several times), production's default, or the search space."""
+"""Block sizes to check: the smallest, with which every loop runs several times; production's default; or all."""
 HEAD_DIMS: Final = (64, 128, 256)
 GROUPS: Final = (2, 1, 4)
 """Query heads per KV head in a long sparse prefill. With query tiles of 64, one list of key tiles then serves 128, 64
@@ -73,7 +73,7 @@ LONG: Final[Mapping[str, Workload]] = MappingProxyType(
     }
 )  # fmt: skip
 """Phase -> long call. Even at the largest block size, the call has more key blocks than the deepest pipeline holds. The
-keys end in NaN padding, and the rows fill two matrix products."""
+keys end in NaN padding, and a prefill's rows need two matrix products."""
 
 
 class Trial(NamedTuple):
@@ -120,9 +120,10 @@ def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
 
 
 def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
-    """Yield trials of production's default blocks, or with `every` of the whole search space, at every head dim.
+    """Yield trials at every head dim with production's default blocks or, with `every`, all blocks of the search space.
 
-    The calls are longer than any pipeline. `trials_of` uses the smallest blocks instead: they run each loop more often.
+    The calls have more key blocks than any pipeline holds. `trials_of` uses the smallest blocks instead, with which
+    each loop runs more often.
     """
     heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
     for head_dim, group in product(HEAD_DIMS, heads):
@@ -193,11 +194,11 @@ def compare(
     empty = np.isneginf(truth.lse)
     wrong = []
     if not np.array_equal(np.isneginf(result.lse), empty):
-        wrong.append("rows that see no key must give lse -inf, and no others")
+        wrong.append("rows that see no key must give lse -inf, and no other rows may")
     if np.any(result.out[empty] != 0):
         wrong.append("rows that see no key must give out 0")
     if (result.mass is not None) != (role == "score"):
-        wrong.append("a call in the role score must return mass, and a call in any other role must not")
+        wrong.append('a call with role "score" must return mass, and a call with any other role must not')
     parts = [(result.out, truth.out, allowed.out), (result.lse[~empty], truth.lse[~empty], allowed.lse)]
     if role == "score" and result.mass is not None:
         parts.append((result.mass, truth.mass, allowed.mass))
@@ -245,7 +246,7 @@ def reason(outcome: Outcome) -> str:
     said = list(outcome.wrong)
     if (outcome.errors > 1).any():
         share = float((outcome.errors > 1).mean())
-        said.append(f"{share:.2%} of elements past the tolerance, the worst {outcome.errors.max():.3g} times")
+        said.append(f"{share:.2%} of elements past the tolerance; worst error {outcome.errors.max():.3g} x tolerance")
     return ", ".join(said)
 
 
@@ -270,7 +271,7 @@ def run(
         out: file of records; none are kept if None.
 
     Raises:
-        ValueError: no kernel of this name runs here, or configs is not in CONFIGS.
+        ValueError: no kernel whose name contains `kernel` runs here, or `configs` is not in CONFIGS.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -280,7 +281,7 @@ def run(
     chosen = [k for k in trials.kernels(simulate=simulate) if kernel in k.name]
     if not chosen:
         names = ", ".join(k.name for k in trials.kernels())
-        raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate adds those of absent chips")
+        raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate adds kernels of absent chips")
     if configs not in CONFIGS:
         raise ValueError(f"--configs {configs!r} must be one of {', '.join(CONFIGS)}")
     seed = int(np.random.SeedSequence().entropy % 2**31) if seed is None else seed

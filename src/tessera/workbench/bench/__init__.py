@@ -1,6 +1,6 @@
 """Run benchmarks and append a record per contender. Contenders take turns on fresh inputs; their outputs are checked.
 
-    tessera bench --suite cpu                      run all cases, append to evidence/<device>.jsonl
+    tessera bench --suite cpu                      run a suite, append to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      run one case
     tessera bench --suite cpu --resume             run only the cases without a record from this commit
     tessera bench --suite cpu --gate               store nothing; exit code 1 if a case failed or got worse beyond noise
@@ -39,7 +39,7 @@ UNJUDGED: Final = 3
 
 
 class Case(NamedTuple):
-    """One benchmark: `op` is the kind of operation that it measures, `run` yields its records."""
+    """One benchmark: `op` is the kind of operation that it measures, and `run` yields its records."""
 
     op: str
     run: Callable[[Stand], Iterator[Record]]
@@ -109,7 +109,7 @@ def run(
         0, or 1 if a case failed (its record says why).
 
     Raises:
-        ValueError: unknown suite or case.
+        ValueError: the suite or a case is unknown.
     """
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
@@ -135,7 +135,7 @@ def run(
                 for record in records:
                     console.print(f"{name}: {_line(record)}", highlight=False)
                     for peer, reason in record.facts.get("skipped", {}).items():
-                        console.print(f"{name}: without {peer}: {reason}", highlight=False, markup=False)
+                        console.print(f"{name}: {peer} is skipped: {reason}", highlight=False, markup=False)
     finally:
         stand.close()
     return int(failed)
@@ -148,21 +148,21 @@ def gate(suite: str = "cpu", **options) -> int:
         suite, options: as for `run`, except out and resume.
 
     Returns:
-        1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if a figure could not
-        be judged or is missing; else 0.
+        1 if a case failed or a figure is worse than the stored one beyond noise; otherwise UNJUDGED if a figure could
+        not be judged or is missing; otherwise 0.
 
     Raises:
-        ValueError: no stored records to compare with, or unknown suite or case.
+        ValueError: there are no stored records to compare with, or the suite or a case is unknown.
     """
     stored = Path("evidence") / f"{hardware.device_slug()}.jsonl"
     if not stored.exists():
-        raise ValueError(f"{stored} does not exist: there is nothing to compare with; run without --gate first")
+        raise ValueError(f"{stored} does not exist, so there is nothing to compare with: run without --gate first")
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
     asked = set(options.get("only") or ())
     old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
     if not old:
-        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to compare with")
+        raise ValueError(f"{stored} has no record of --suite {suite} for these cases: run them without --gate first")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)
@@ -170,7 +170,7 @@ def gate(suite: str = "cpu", **options) -> int:
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; return the exit code, as for `gate`.
+    """Print what changed from one file of records to another; return the exit code (see `gate`).
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or holds no records, or the two share no figure.
@@ -201,7 +201,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Names of a suite's cases with records from this commit and machine, none of them an error."""
+    """Return the suite's cases that this commit has recorded in the file, on this machine and without any error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -211,12 +211,12 @@ def _done(path: Path, suite: str) -> set[str]:
 
 
 def _case(record: Record) -> str:
-    """Name of the case, the last word of the record's command."""
+    """Return the name of the record's case, which is the last word of its command."""
     return record.command.rpartition(" ")[2]
 
 
 def _line(record: Record) -> str:
-    """Summarize a record in a line, printed while the suite runs."""
+    """Return a one-line summary of a record, to print while the suite runs."""
     who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
     if record.error:
         return f"{who}: error: {record.error}"

@@ -32,7 +32,7 @@ from tessera.workbench.bench.stand import draw, fresh_seed
 def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
-    """Run a chunk's attention in every layer of the cache; return the outputs' sum and the counts of keys read."""
+    """Run a chunk's attention in every layer of the cache; return (sum of the outputs, counts of keys read)."""
     pairs = [KeyValues(k, v) for k, v in zip(cache.k, cache.v)]
     state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
     for layer, kv in enumerate(pairs):
@@ -63,7 +63,7 @@ class AttentionAlone:
         """Return the seconds that all calls take on fresh queries; check the outputs of the prompt's last row.
 
         Raises:
-            ValueError: an output is not finite, or dense attention's outputs differ from those in float64.
+            ValueError: an output is not finite, or an output of dense attention differs from the float64 result.
         """
         rows = self.chunks[-1][0] + self.chunks[-1][1]
         q = draw([fresh_seed(number), 2], (1, rows, self.config.num_heads, self.config.head_dim))
@@ -79,7 +79,7 @@ class AttentionAlone:
 
     @property
     def density(self) -> float:
-        """Share of the visible keys that the last sample read."""
+        """Share of visible keys that the last sample's calls read, averaged over layers."""
         return float(np.mean(layer_densities(self.reads)))
 
     def _attend(self, q: Array, first: int, count: int) -> tuple[Array, Reads]:
@@ -96,32 +96,36 @@ class AttentionAlone:
 
 
 def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
-    """Share of the visible keys that a prefill read, per layer, over all its chunks."""
+    """Return keys read / keys visible for each layer of one prefill, over all its chunks."""
     read_L, visible_L = (sum(np.asarray(r[i], np.float64).sum(1) for r in reads) for i in (0, 1))
     return tuple((read_L / visible_L).tolist())
 
 
 def amdahl_gain(share: float, gain: float) -> float:
-    """Speed-up of the whole if a `share` of its time becomes `gain` times faster: 1 / ((1 - share) + share / gain).
+    """Return the overall speed-up if a `share` of the time becomes `gain` times faster: 1 / (1 - share + share / gain).
 
     Raises:
         ValueError: `share` is not between 0 and 1, or `gain` is not positive.
     """
     if not 0 <= share <= 1 or not gain > 0:
-        raise ValueError(f"{share=} must be between 0 and 1 and {gain=} positive")
+        raise ValueError(f"{share=} must be between 0 and 1, and {gain=} must be positive")
     return 1 / ((1 - share) + share / gain)
 
 
 def predict(dense: Sequence[float], attention: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the gain that Amdahl's law predicts, and the law's inputs: medians over rounds, as facts of a record.
+    """Return the gain that Amdahl's law predicts, and the law's inputs, as facts of a record.
+
+    "attention_share" is median(attention["dense"]) / median(dense), and "attention_gain" is
+    median(attention["dense"]) / median(attention["kascade"]).
 
     Args:
         dense: seconds of the whole prefill under dense attention.
         attention: seconds of the attention calls, by "dense" and "kascade".
 
     Returns:
-        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}. "amdahl_gain"
-        is missing if attention alone took longer than the whole prefill: the prompt was too short to time.
+        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}; the last two
+        are lists of samples. "amdahl_gain" is missing if attention alone took longer than the whole prefill, which
+        means that the prompt was too short to time.
     """
     share = 1 / measure.ratio(dense, attention["dense"])
     gain = measure.ratio(attention["dense"], attention["kascade"])

@@ -1,7 +1,7 @@
-"""Count the pass keys that the shipped model finds under dense, Kascade and a control.
+"""Count the pass keys that the shipped model finds under dense attention, Kascade and a control.
 
-The control is Kascade's plan without its choice of keys: its sparse heads read only the tiles that Kascade always
-reads, which are the query tile's own, the local ones before it and the sinks (the first ones).
+The control is Kascade's plan without the choice of keys: its sparse heads read only the tiles that Kascade always
+reads. Those are the query tile's own tiles, the local tiles before them and the sinks (the sequence's first tiles).
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from tessera.workbench.quality import passkey_accuracy, passkey_tasks, wilson, w
 def pass_keys(stand: Stand) -> Iterator[Record]:
     """Record how many five-digit pass keys each policy finds by greedy decoding; a key counts if all digits are right.
 
-    The keys are hidden at evenly spaced depths of held-out text. Kascade ignores its plan's cross-over to dense.
+    The keys are hidden at evenly spaced depths of held-out text. Kascade runs even at lengths below its plan's
+    cross-over, at which `generate` would run dense attention.
     """
     kascade = generate.load(DEMO_MODEL, attention="kascade")
     plan = kascade.plan

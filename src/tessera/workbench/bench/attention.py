@@ -1,4 +1,4 @@
-"""Time attention alone: our dense call against other libraries, our sparse and score calls against our dense call."""
+"""Time attention alone: our dense call against other libraries; our sparse and score calls against our dense call."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -22,11 +22,11 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
-    """Time causal self-attention, 8 heads of 128, against PyTorch and every other peer that runs on this device.
+    """Time causal attention, 8 heads of head dim 128, against PyTorch and every other peer that runs on this device.
 
-    Yields two records per peer, the peer's and ours, from the same rounds. Their workload is the case's name and the
-    peer's, or only the case's name for PyTorch. Without PyTorch, our record appears alone under the case's name. That
-    record's facts list each skipped peer and the reason.
+    Yields two records per peer, the peer's and ours, from the same rounds. For PyTorch, their workload is the case's
+    name; for another peer, it is the case's name followed by the peer's name. Our record for PyTorch's workload is
+    yielded even if PyTorch does not run, and its facts list each skipped peer and the reason.
     """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
@@ -100,8 +100,7 @@ def sparse_prefill(stand: Stand) -> Iterator[Record]:
     """Time our sparse call and our score call against our dense call.
 
     The sparse call reads 10 % of the tiles. The score call is dense and also returns each key tile's probability mass.
-
-    The calls have 8 query and 2 KV heads of 128, tile 128 and query tile 32.
+    All calls have 8 query heads and 2 KV heads of head dim 128, tile 128 and query tile 32.
     """
     length, heads, kv_heads = stand.sizes.sparse_tokens, 8, 2
     dense_spec = AttentionSpec(tile=128, query_tile=32)
@@ -205,7 +204,7 @@ def _sparse_records(
 
 
 def realised_density(selection: Selection, spec: AttentionSpec, length: int) -> float:
-    """Share of the visible (row, key) pairs of a causal prefill that a selection reads, counted from its lists."""
+    """Return the share of visible (row, key) pairs that a selection reads in a causal prefill of `length` tokens."""
     tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
     listed = np.arange(tiles.shape[-1]) < count[..., None]
     read = 0.0
@@ -217,7 +216,7 @@ def realised_density(selection: Selection, spec: AttentionSpec, length: int) -> 
 
 
 def _sizes(inputs: Sequence[jax.Array]) -> dict[str, int]:
-    """Sizes of a dense call, under the names that records and the PyTorch worker use."""
+    """Return the sizes of a dense call, under the names that records and the PyTorch worker use."""
     (batch, length, heads, head_dim), kv_heads = inputs[0].shape, inputs[1].shape[2]
     return {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
@@ -227,12 +226,12 @@ def _with_compile(how: How, compile_s: float) -> How:
 
 
 def _rows(length: int) -> list[int]:
-    """Eight evenly spaced rows to check, including the first and the last; the others are not at block edges."""
+    """Return eight evenly spaced rows to check: the first, the last, and six that are not at the edges of blocks."""
     return sorted({int(place) for place in np.linspace(0, length - 1, 8)})
 
 
 def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) -> list[jax.Array]:
-    """Draw q [1,T,N,H], k and v [1,T,K,H] from a seed."""
+    """Draw q [1,T,N,H], k [1,T,K,H] and v [1,T,K,H] from a seed."""
     counts = (heads, kv_heads, kv_heads)
     return [jnp.asarray(draw([seed, i], (1, length, n, HEAD_DIM))).astype(dtype) for i, n in enumerate(counts)]
 
@@ -265,10 +264,10 @@ def _check_rows(out, arrays, rows, selected, name, dtype="float32") -> None:
 
 
 def check_output(found: np.ndarray, expected: np.ndarray, dtype: str, name: str) -> None:
-    """Check a timed call's output.
+    """Check a timed call's output against the expected values, relative to the largest expected magnitude.
 
     Raises:
-        ValueError: the largest error exceeds TOLERANCE.
+        ValueError: the largest relative error exceeds TOLERANCE[dtype].
     """
     error = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
     if not error <= TOLERANCE[dtype]:

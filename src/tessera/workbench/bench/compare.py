@@ -44,12 +44,12 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One figure in two sets.
+    """One figure in the two sets of records.
 
     Attributes:
         key: what was measured.
         before, after: medians, or ratios to the peer if `against` names one.
-        unit: unit of both, "x" for a ratio.
+        unit: unit of `before` and `after`; "x" for a ratio.
         against: name of the peer; None if medians are compared.
         factor: how many times better the second set is; below 1 is worse.
         interval: bootstrap 95 % interval of `factor`; None if a set has fewer than INTERVAL_ROUNDS samples.
@@ -88,7 +88,7 @@ def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Chang
 
 
 def alike(before: Record, after: Record) -> bool:
-    """Whether two records of one key have figures with the same unit, sizes and settings."""
+    """Return whether two records of one key have figures with the same unit, sizes and settings."""
     if before.median is None or after.median is None or before.unit != after.unit:
         return False
     return before.what.op in ANSWERED or _settings(before) == _settings(after)
@@ -99,13 +99,13 @@ def _settings(record: Record) -> str:
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Return the latest error records of the second set, except those of figures that failed in the first set, too."""
+    """Return the second set's latest records that are errors, unless the same figure is an error in the first set."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
 
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Records of the first set whose figures the second set lacks, or has only at other sizes.
+    """Return the first set's records whose figures the second set lacks, or has only at other sizes.
 
     Figures are ignored if the second set lacks their suite or machine altogether, if their case crashed in the second
     set, or if the last run of their case in the first set did not record them.
@@ -167,8 +167,8 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
     """Return the figure and its bootstrap draws, or None for the draws if there are too few samples.
 
-    The figure is the record's median or, with a peer, the peer's median / the record's. A share of right answers is
-    stored as one sample, so the answers are redrawn. A compiler's result is equal in every draw.
+    The figure is the record's median or, with a peer, the peer's median / the record's median. A share of right answers
+    is stored as one sample, so the answers are redrawn. A compiler's result or a prediction is equal in every draw.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)
@@ -185,7 +185,7 @@ def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tupl
 
 
 def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Sequence[Record] = ()) -> None:
-    """Print a line per figure, worst first; then the figures that are missing, and the cases that failed."""
+    """Print one line per figure, worst first; then the missing figures; then the errors."""
     from rich.console import Console
     from rich.table import Table
 
@@ -205,7 +205,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
             console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)
     for record in missing:
         name = f"{record.what.workload}: {record.what.kernel} {record.what.dtype}".strip()
-        console.print(f"{name}: in the first set, not in the second", style="yellow", markup=False)
+        console.print(f"{name}: in the first set, but not in the second", style="yellow", markup=False)
     for record in errors:
         console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)
 

@@ -52,8 +52,8 @@ def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
 def kascade_prefill(stand: Stand) -> Iterator[Record]:
     """Measure time to first token of a long prompt: Kascade against our dense attention, with the same weights.
 
-    Each policy's attention calls are also timed once without the model. From those times Amdahl's law predicts a gain,
-    which Kascade's record holds.
+    Each policy's attention calls are also timed once without the rest of the model. Amdahl's law predicts a gain from
+    those times, and Kascade's record holds the prediction.
     """
     config, length = stand.sizes.config, stand.sizes.long_tokens
     dense = generate.load(stand.folder)
@@ -111,8 +111,8 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 def crossover(stand: Stand) -> Iterator[Record]:
     """Time the shipped model's prefill at several lengths: Kascade under the shipped plan against our dense attention.
 
-    The last record holds the cross-over: the least length from which Kascade stays faster (`find_crossover`), or null
-    if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.
+    The last record holds the cross-over: the shortest length from which Kascade stays faster (`find_crossover`), or
+    null if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.
     """
     shipped = generate.load(DEMO_MODEL, attention="kascade")
     policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
@@ -184,7 +184,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
     """Measure time to first token and decode speed against transformers with the same weights and prompts.
 
     Raises:
-        ValueError: transformers is not available for comparison, or its first tokens differ.
+        ValueError: transformers is not available for comparison, or its first tokens differ from ours.
     """
     if reason := stand.peer_refusal:
         raise ValueError(f"cannot compare with transformers: {reason}")
@@ -259,7 +259,7 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 def prefill_memory(stand: Stand) -> Iterator[Record]:
     """Measure the peak memory of prefill at several lengths, each in a fresh process.
 
-    The figure is the peak minus that of a 64-token prompt.
+    The figure is the peak minus the peak for a 64-token prompt.
     """
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
@@ -299,7 +299,7 @@ def answer_once(folder: str, length: int) -> None:
     model = generate.load(folder)
     [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1, **GREEDY)
     if not math.isfinite(answer.logprobs[0]):
-        raise ValueError(f"logprob {answer.logprobs[0]} must be finite")
+        raise ValueError(f"logprob {answer.logprobs[0]} of the generated token must be finite")
 
 
 def compilation(stand: Stand) -> Iterator[Record]:
@@ -348,7 +348,10 @@ def compilation(stand: Stand) -> Iterator[Record]:
 
 
 def start_up(stand: Stand) -> Iterator[Record]:
-    """Time process start to first token, with an empty and a filled compilation cache, one process per sample."""
+    """Time a process that loads the model and generates one token, from start to exit; each sample is a new process.
+
+    The contenders are an empty and a filled compilation cache.
+    """
     config, length = stand.sizes.config, stand.sizes.start_tokens
     code = "import sys; from tessera.workbench.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
 

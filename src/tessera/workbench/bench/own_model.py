@@ -1,4 +1,7 @@
-"""Time the prefill of any model (folder, hub id or GGUF file) at several lengths, dense and under its plan in turns."""
+"""Time a model (folder, hub id or GGUF file) on prefills of several lengths, under dense attention and under its plan.
+
+The two policies take turns.
+"""
 
 import os
 import time
@@ -33,14 +36,15 @@ def run(
     command: str = "tessera bench --model MODEL",
     weights: str | None = None,
 ) -> int:
-    """Time prefill of fresh random tokens at every length, dense and under the plan, and append two records per length.
+    """Time prefill of fresh random tokens, dense and under the plan; print and append two records per length.
 
     Args:
         model: folder, hub id or GGUF file, as for `tessera.load`.
         plan: file of the model's plan; None lets `load` find it. The plan's cross-over is ignored.
-        lengths: prompt lengths in tokens; those beyond the model's context are skipped.
-        out: file of records; evidence/model-<device>.jsonl if None.
-        weights: form of the matrices, as for `tessera.load`.
+        lengths: prompt lengths in tokens; lengths beyond the model's context are skipped.
+        out: file to append to; None means evidence/model-<device>.jsonl under the working folder.
+        command: command line that repeats the run, for the records.
+        weights: how to quantise the weight matrices, as for `tessera.load`.
 
     Returns:
         0.

@@ -1,7 +1,7 @@
-"""Compile other libraries' dense causal attention (the peers) for given arrays, and say why a peer is skipped.
+"""Compile dense causal attention of other libraries (the peers) for given arrays, and say why a peer is skipped.
 
-PyTorch runs in a separate process, every other peer in this one. To add a peer, write its attention as a function of q,
-k and v and a function that returns the reason to skip it, and list both in PEERS.
+PyTorch runs in a separate process, every other peer in this one. To add a peer, write one function that computes its
+attention from q, k and v, and one that returns the reason to skip it. Then list both in PEERS.
 """
 
 import math
@@ -25,7 +25,7 @@ TORCH: Final = "torch sdpa"
 """PyTorch's scaled_dot_product_attention, which the worker `Stand.peer` runs in a separate environment."""
 
 MOST_SCORE_BYTES = 4 << 30
-"""Bytes that JAX's own attention may take for its scores: enough for 8,192 tokens and 8 heads."""
+"""Maximum bytes of scores with which JAX's own attention still runs: enough for 8,192 tokens and 8 heads."""
 
 SPLASH_BLOCK: Final = 512
 """Query rows and keys per block of splash attention, as in MaxText. The library's default, 128, would handicap it."""
@@ -37,7 +37,7 @@ def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, 
 
 
 def too_large(platform: str, shapes: Shapes) -> str:
-    """Reason to skip JAX's own attention, or empty.
+    """Return the reason to skip JAX's own attention; "" if it can run.
 
     The compiled program holds two float32 scores for every head and every pair of tokens.
     """
@@ -53,7 +53,7 @@ def cudnn(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array
 
 
 def not_for_cudnn(platform: str, shapes: Shapes) -> str:
-    """Reason to skip cuDNN, or empty."""
+    """Return the reason to skip cuDNN; "" if it can run."""
     if platform != "gpu":
         return f"needs an NVIDIA GPU, this is a {platform.upper()}"
     return "" if shapes.dtype in ("bfloat16", "float16") else f"takes 16-bit numbers, these are {shapes.dtype}"
@@ -77,21 +77,21 @@ def splash(
 
 
 def not_for_splash(platform: str, shapes: Shapes) -> str:
-    """Reason to skip splash attention, or empty."""
+    """Return the reason to skip splash attention; "" if it can run."""
     if platform != "tpu":
         return f"needs a TPU, this is a {platform.upper()}"
     return f"needs a multiple of 128 tokens, these are {shapes.num_queries:,}" if shapes.num_queries % 128 else ""
 
 
 def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
-    """Run Tokamax's attention with the kernel that it chooses itself."""
+    """Run Tokamax's attention with the kernel that Tokamax chooses."""
     import tokamax as library
 
     return library.dot_product_attention(q, k, v, is_causal=True)
 
 
 def not_for_tokamax(platform: str, shapes: Shapes) -> str:
-    """Reason to skip Tokamax, or empty."""
+    """Return the reason to skip Tokamax; "" if it can run."""
     if platform not in ("tpu", "gpu"):
         return f"needs a TPU or a GPU, this is a {platform.upper()}"
     # Tokamax pins a typeguard version that keeps the command `tessera` from starting.
@@ -104,7 +104,7 @@ class Peer(NamedTuple):
 
     Attributes:
         kernel: name in records.
-        refusal: (platform, shapes) -> reason why the peer cannot run such a call; empty if it can.
+        refusal: (platform, shapes) -> reason why the peer cannot run a call of these shapes; "" if it can.
         attend: (q [B,T,N,H], k and v [B,T,K,H]) -> out [B,T,N,H]; jit-able, causal, scaled by H**-0.5.
         package: distribution whose version the peer's records hold; empty for JAX, whose version every record holds.
     """
@@ -136,7 +136,7 @@ class Ready(NamedTuple):
 
     Attributes:
         steps: name in PEERS -> (compile seconds, compiled program).
-        skipped: the peer's kernel -> reason.
+        skipped: `Peer.kernel` -> reason.
     """
 
     steps: dict[str, tuple[float, jax.stages.Compiled]]
@@ -144,12 +144,15 @@ class Ready(NamedTuple):
 
 
 def exact(dtype: str) -> AbstractContextManager:
-    """Return a context with full-precision float32 products; accelerators' default precision fails `check_output`."""
+    """Return a context in which float32 matrix products run at full precision.
+
+    An accelerator's default precision would fail `check_output`. For other dtypes, the context changes nothing.
+    """
     return jax.default_matmul_precision("highest" if dtype == "float32" else None)
 
 
 def ready(inputs: Sequence[Any]) -> Ready:
-    """Compile every peer that can run on arrays like `inputs`. A peer whose library raises an error is skipped too."""
+    """Compile every peer that can run on arrays like `inputs` [q, k, v]; skip a peer whose library raises an error."""
     found, platform, shapes = Ready({}, {}), jax.default_backend(), call_shapes(*inputs[:2])
     for name, peer in PEERS.items():
         if reason := peer.refusal(platform, shapes):

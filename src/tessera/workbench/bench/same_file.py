@@ -1,7 +1,8 @@
 """Time SmolLM2's GGUF file on a CPU: Tessera, dense and under the model's plan, against llama.cpp and transformers.
 
 All sides take turns to continue the same random tokens, on as many threads as this machine has cores. llama.cpp reads
-the file itself; transformers reads its weights, converted to float32. Targets are ratios to llama.cpp.
+the GGUF file; transformers reads a folder with the file's weights converted to float32. Targets are ratios of
+llama.cpp's time to ours.
 """
 
 import statistics
@@ -28,19 +29,19 @@ SCRIPT = WORKER.with_name("llama_cpp.py")
 STEPS = 32
 """Tokens decoded per sample."""
 LONGEST = 8192 - 64
-"""Longest prompt: llama.cpp keeps prompt and answer within the model's context of 8,192 tokens."""
+"""Longest prompt in tokens. In llama.cpp, prompt and answer must fit into the model's context of 8,192 tokens."""
 START_TOKENS = 32
 PREFILL_TARGETS = {("dense", LONGEST): 2.0, ("kascade", LONGEST): 3.0}
 DECODE_TARGETS = {1024: 0.7, LONGEST: 1.0}
 START_TARGET = 0.5
-"""Target for llama.cpp's start-up time / ours. The dicts above hold such targets for prefill and decode, by length."""
+"""Target for llama.cpp's start-up time / ours. PREFILL_TARGETS and DECODE_TARGETS hold the same kind of target."""
 OURS: Mapping[str, Mapping[str, str | None]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
                                                 "int8": {"weights": "int8"}}  # fmt: skip
-"""Number formats of our weights that take part, and the arguments that `load` takes for each."""
+"""Number formats in which Tessera's weights are timed, each with the arguments of `load` that select it."""
 
 
 def lengths(stand: Stand, *, length: int) -> Iterator[Record]:
-    """Measure prefill of `length` tokens and STEPS decoded tokens after it, on every side.
+    """Measure the prefill of `length` tokens and the decoding of STEPS tokens after it, on every side.
 
     Raises:
         ValueError: a peer is not available.
@@ -128,9 +129,9 @@ def _record(stand: Stand, config, name: str, phase: str, length: int, taken, fac
 
 
 def start(stand: Stand) -> Iterator[Record]:
-    """Measure the time from process start to the end of a one-token answer, and peak memory; each sample is a process.
+    """Measure the time and the peak memory of a process that generates one token; each sample is a new process.
 
-    Our processes find their compiled programs on disk. The first process, which compiles them, is the warm-up.
+    Our timed processes find their compiled programs on disk. The warm-up process compiles them.
     """
     if reason := stand.peer_refusal:
         raise ValueError(f"cannot compare with llama.cpp: {reason}")

@@ -30,12 +30,12 @@ CREDIBLE = 0.8
 and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
-"""Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""
+"""Script that runs PyTorch and transformers. A checkout has it; an installed package does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the cases; the attention cases' heads are fixed.
+    """Sizes of the cases, except for the fixed head counts of the attention cases.
 
     Attributes:
         attention_tokens: length of the dense prefill that is compared with PyTorch.
@@ -104,7 +104,7 @@ class Stand:
         suite, sizes: name of the running suite, and its sizes.
         peer_python: interpreter of the peers' environment.
         case: name of the running case.
-        ends: deadline of that case's rounds, on the clock of `time.monotonic`.
+        ends: deadline of the running case's rounds, on the clock of `time.monotonic`.
     """
 
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
@@ -127,7 +127,7 @@ class Stand:
 
     @property
     def peer_refusal(self) -> str:
-        """Reason why no comparison with PyTorch and transformers is possible here; empty if one is."""
+        """Reason why Tessera cannot be compared with PyTorch and transformers here; "" if it can."""
         if jax.default_backend() != "cpu":
             return f"the PyTorch worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
         for path in (self.peer_python, WORKER):
@@ -154,7 +154,7 @@ class Stand:
         return self.write_model(self.sizes.config, "model")
 
     def write_model(self, config: ModelConfig, name: str) -> Path:
-        """Save random weights of this config under the scratch folder."""
+        """Save a model with random weights in folder `name` of the scratch folder; return the folder's path."""
         params = init_params(config, jax.random.key(0), jnp.float32)
         folder = self.scratch / name
         save_folder(folder, params, config)
@@ -163,7 +163,10 @@ class Stand:
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """Call `measure.interleave` with as many rounds as fit in time, but at least `least` (None: least_rounds)."""
+        """Call `measure.interleave` with `sizes.rounds` rounds, or as many as end before `ends`.
+
+        At least `least` rounds run even so; None means `sizes.least_rounds`.
+        """
         least = self.sizes.least_rounds if least is None else least
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
@@ -184,7 +187,7 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Return the shortest possible seconds by the roofline.
+        """Return the shortest time, in seconds, that the roofline allows.
 
         A kernel may convert bfloat16 to another dtype, so a bfloat16 call is held to the fastest dtype's rate.
         """
@@ -192,7 +195,7 @@ class Stand:
         return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
 
     def command(self) -> str:
-        """Command line that repeats the running case."""
+        """Return the command line that repeats the running case."""
         return f"tessera bench --suite {self.suite} --only {self.case}"
 
 
@@ -217,18 +220,18 @@ def draw(seed: Sequence[int], shape: Sequence[int]) -> np.ndarray:
 
 
 def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
-    """Draw a random prompt."""
+    """Draw the token ids of a random prompt."""
     return np.random.default_rng([seed & 0xFFFFFFFF, 7]).integers(0, config.vocab_size, length).tolist()
 
 
 def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, jax.stages.Compiled]:
-    """Trace and compile a function for arguments like these; return the seconds taken and the program."""
+    """Trace and compile a function for arguments like the given ones; return the seconds taken and the program."""
     anew = jax.jit(lambda *given: function(*given))  # a new function, since JAX would reuse an earlier trace
     return measure.time_call(lambda: anew.lower(*arguments).compile())
 
 
 def fresh_seed(number: int) -> int:
-    """Return a round's seed, which is positive although warm-up rounds have negative numbers."""
+    """Return a seed for a round. It is positive, even though warm-up rounds have negative numbers."""
     return number + 1000
 
 
@@ -238,11 +241,11 @@ def causal_pairs(length: int) -> float:
 
 
 def model_work(config: ModelConfig, length: int, *, past: int = 0, density: float = 1.0) -> Mapping[str, float]:
-    """FLOPs and minimum bytes of one forward call of `length` new tokens after `past` cached ones.
+    """Return the FLOPs and minimum bytes of one forward call of `length` new tokens after `past` cached ones.
 
     Counts 2 FLOPs per weight and token, and 4 x head dim per layer, query head and visible (query, key) pair. The
-    output head runs on the last token only. The bytes are the float32 weights and the cache, each read once. `density`
-    is the share of visible keys read.
+    output head runs on the last token only. The bytes are the float32 weights and the cached keys and values that are
+    read, each counted once. `density` is the share of visible keys read.
     """
     c = config
     per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size

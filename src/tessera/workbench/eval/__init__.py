@@ -4,7 +4,7 @@
     tessera eval --suite study                change one setting of the plan at a time: closeness to dense, pass keys
     tessera eval --model FOLDER --text FILE   evaluate another model with its own plan and text
 
-Every policy and question gets a record; `--resume` skips what this commit has already recorded.
+Each policy's result on each question becomes a record; `--resume` skips what this commit has already recorded.
 """
 
 import bisect
@@ -42,11 +42,12 @@ class Sizes:
 
     Attributes:
         kinds: kinds of tasks; the first runs at every length, the others only at the longest.
-        lengths: tokens of prompt and answer, ascending.
+        lengths: numbers of tokens in prompt plus answer, ascending.
         samples: tasks per kind and length, at evenly spaced depths.
         windows: number of held-out text windows on which closeness to dense (fidelity) is measured.
         window_tokens: tokens per window.
-        recall_windows: maximum number of these windows on which attention mass kept (recall) is measured; 0 for none.
+        recall_windows: maximum number of these windows on which recall, the share of attention mass that the policy
+            keeps, is measured; 0 skips recall.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
@@ -69,8 +70,8 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
     }
 )
-"""Sizes by suite name. The study skips recall, because each of its windows needs a dense pass over all keys besides the
-policy's own pass."""
+"""Sizes by suite name. The study skips recall, because recall needs a dense pass over all keys of each window, in
+addition to the policy's own pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,10 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def window_of(plan: Plan, length: int) -> int:
-    """Return the sliding window, in keys, that reads as many keys of a prompt as the plan's heads do on average.
+    """Return the size of the sliding window that reads as many keys as the plan's heads do on average.
 
-    The window reads one tile of sinks, too. A head of the plan reads its budget plus the keys that are always read: own
-    query tile, local keys and sinks.
+    Reads are counted over a prompt of `length` tokens. The window also reads one tile of sinks. A head of the plan
+    reads its budget plus the keys that are always read: the query tile's own keys, local keys and sinks.
     """
     seen = np.arange(1, length + 1)
     always = plan.query_tile + plan.local + plan.sinks
@@ -162,7 +163,7 @@ def hay_of(model: Model, text: str | None) -> tasks.Hay:
         ValueError: the model has no tokenizer.
     """
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: tasks are text")
+        raise ValueError(f"{model.source} has no tokenizer, but the tasks are text: pass a model with a tokenizer")
     text = bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace") if text is None else text
     return tasks.Hay(text=text, count=lambda piece: len(model.tokenizer.encode(piece)))
 
@@ -211,7 +212,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def measure_fidelity(
     contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
 ) -> Record:
-    """Record closeness to dense: KL divergence per token, both perplexities, and the share of equal top-1 tokens."""
+    """Record closeness to dense: KL divergence per token, perplexity under each, and share of equal top-1 tokens."""
     found = fidelity(contender.model, contender.model.policy, windows, dense)
     facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
     how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
@@ -226,7 +227,7 @@ def measure_fidelity(
 
 
 def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
-    """Record the share of attention mass that the contender keeps: a mean per window, and one per layer and KV head."""
+    """Record the share of attention mass that the contender keeps: means per window and means per layer and KV head."""
     found = recall(contender.model, contender.model.policy, windows)
     facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
     how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
@@ -241,7 +242,7 @@ def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command:
 
 
 def on_text(op: str, question: str, contender: Contender) -> What:
-    """Return the record key of a contender's measurement on plain text."""
+    """Return the `what` field for a record of the contender's measurement on plain text."""
     return What(
         op=op,
         kernel=contender.name,
@@ -260,7 +261,7 @@ def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> 
 
 
 def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
-    """Cut evenly spaced windows from the filler text.
+    """Cut evenly spaced windows of token ids from the filler text. They overlap if the text is short.
 
     Raises:
         ValueError: the text is shorter than one window.
@@ -300,13 +301,14 @@ def run(
     Args:
         model, plan: model and plan to evaluate; the plan's cross-over is ignored.
         suite: "demo" (compare policies), "study" (change the plan's settings one by one) or "smoke".
-        make_plan: (heads=..., anchors=...) -> Plan, which calibrates plans for the study.
-        text: filler of the tasks, and text on which fidelity is measured; held-out library text if None.
+        make_plan: function (heads=..., anchors=...) -> Plan that calibrates plans; only the study needs it.
+        text: text that fills the prompts of the tasks, and on which fidelity and recall are measured; held-out library
+            text if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
         resume: skip what this commit has already recorded in the file.
 
     Raises:
-        ValueError: unknown suite, model without tokenizer, or context shorter than the tasks.
+        ValueError: the suite is unknown, the model has no tokenizer, or its context is shorter than the tasks.
     """
     from rich.console import Console
 

@@ -102,10 +102,10 @@ def run(
     command: str = "tessera eval --suite cache",
     sizes: Sizes | None = None,
 ) -> int:
-    """Measure every contender; append and print a record for each of its text and question measurements.
+    """Measure every contender on text and on questions; append and print a record per measurement.
 
     Args:
-        model: needs a tokenizer and a context of `sizes.length`.
+        model: the model; needs a tokenizer and a context of at least `sizes.length` tokens.
         plan: the caches are measured under dense attention and under this plan, without its cross-over; if None, only
             under dense attention.
         label: the model's name in the records.
@@ -115,12 +115,12 @@ def run(
         sizes: amount of work; SHIPPED or REAL if None.
 
     Raises:
-        ValueError: no tokenizer, or a context that is too short.
+        ValueError: the model has no tokenizer, or its context is too short.
     """
     if sizes is None:
         sizes = SHIPPED if shipped else REAL
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
+        raise ValueError(f"{model.source} has no tokenizer, but the questions are text: pass a model with a tokenizer")
     if model.config.max_positions < sizes.length:
         context = model.config.max_positions
         raise ValueError(f"the model's context of {context} tokens is too short: {sizes.length} are needed")
@@ -145,7 +145,7 @@ def run(
 def on_text(
     contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[np.ndarray], label: str, command: str
 ) -> Record:
-    """Record the KL divergence from dense attention on a float cache, per token, as a mean per window."""
+    """Record the KL divergence from dense attention on a float cache: one mean over tokens per window."""
     found = fidelity(contender.model, contender.model.policy, windows, reference)
     how = How(iterations=len(found.kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
     facts = {"agreement": found.agreement, "tokens": found.num_tokens}
@@ -153,7 +153,7 @@ def on_text(
 
 
 def on_questions(contender: Contender, asked: Callable[[Model], list[float]], label: str, command: str) -> Record:
-    """Record the share of questions answered right; the facts hold the outcome of each."""
+    """Record the share of questions answered right; the facts hold each question's score."""
     scores = asked(contender.model)
     how = How(iterations=len(scores), check="answers to questions about a fact hidden in a document")
     return _record(contender, "questions", scores, "fraction", how, {"scores": scores}, label, command)
@@ -174,7 +174,10 @@ def _record(contender, question, samples, unit, how, facts, label, command) -> R
 
 
 def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
-    """Build the shipped model's questions: one fact each, at evenly spaced depths, decoded greedily."""
+    """Return a function that asks a model the shipped model's questions and returns a score from 0 to 1 for each.
+
+    Each question is about one fact. The facts are hidden at evenly spaced depths, and answers are decoded greedily.
+    """
     [kind, *_] = tasks.KINDS
 
     def ask(model: Model) -> list[float]:
@@ -191,7 +194,7 @@ def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]
 
 
 def real_questions(model: Model, text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
-    """Build the questions of `probes`, several facts per document."""
+    """Return a function that asks a model several questions per document (see `probes`) and returns 0 or 1 for each."""
     filler = probes.Filler.of(model.tokenizer, text)
     documents = [
         probes.make_document("single", filler, sizes.length, (sizes.length, i)) for i in range(sizes.documents)

@@ -1,4 +1,4 @@
-"""Compare predictions under a policy with those under dense, token by token: KL divergence, loss, top-1 tokens.
+"""Compare a policy's predictions with dense attention's, token by token: KL divergence, loss, top-1 tokens.
 
     KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, v over the vocabulary
 
@@ -24,7 +24,7 @@ class Pass(NamedTuple):
 
     Attributes:
         hidden: the last layer's output, [tokens, D].
-        counts: keys read, then keys visible, per chunk of CHUNK tokens and layer, [2, chunks, L].
+        counts: keys read and keys visible, per chunk (`runtime.score.CHUNK` tokens) and layer, [2, chunks, L].
     """
 
     hidden: np.ndarray
@@ -42,7 +42,7 @@ def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
 def closeness(
     model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray, *, other: Model | None = None
 ) -> np.ndarray:
-    """Return mean KL, dense's loss, the policy's loss and top-1 agreement per block, [blocks, 4].
+    """Return four means per block of tokens, [blocks, 4]: KL, dense's loss, the policy's loss, top-1 agreement.
 
     `dense` and `ours` are the hidden states of `window` under dense and under the policy. `other` is the model that
     made `ours`, if it is not `model`. The last token is left out, since no token follows it.

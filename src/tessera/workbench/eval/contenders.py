@@ -55,8 +55,8 @@ Knots = tuple[tuple[int, float], ...]
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
     """Run a text under a policy; return the number of keys that it reads at each position, as a budget.
 
-    The budget has a point in the middle of every chunk, the mean over its rows, layers and KV heads. It also has one at
-    position 0 (one key) and one at the text's end (extrapolated).
+    The budget has a point in the middle of every chunk, whose value is the mean over the chunk's rows, all layers and
+    all KV heads. It also has a point at position 0 (one key) and a point at the text's end (extrapolated).
     """
     runner = Runner(model, policy, len(tokens))
     starts = [chunk.start for chunk in runner.fill(tokens)]
@@ -117,7 +117,7 @@ def scores_random(q, kv, layer, spec, positions):
 
 
 def scores_mass(q, kv, layer, spec, positions):
-    """Score each tile by its exact attention probability."""
+    """Score each tile by its exact attention probability, summed over the query tile's rows."""
     return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
 
@@ -246,7 +246,7 @@ class Contender:
     """A policy and its description in records.
 
     Attributes:
-        name: family of contenders, which a picture draws as one line.
+        name: family of contenders; a picture draws each family as one line.
         title: unique description.
         policy: the policy, without a cross-over to dense.
         brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and EXACT at
@@ -280,8 +280,8 @@ def contenders(
         keys: the plan's budget, from `profile`; empty without a plan.
         longest: tokens of the longest text.
         only: names of the rivals that run; empty for all.
-        shares: the frontier's budgets, as shares of the visible keys.
-        scales: the frontier's budgets of the plan, as multiples of the plan's own budget.
+        shares: budgets at which rivals run in the frontier, as shares of the visible keys.
+        scales: budgets at which the plan runs in the frontier, as multiples of its own budget.
         others: other plans of the model by name, each with its own budget.
     """
     yield Contender(name="dense", title="dense", policy=Dense())
@@ -313,7 +313,7 @@ def contenders(
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Yield a contender for each rule of choosing tiles, all with the same budget."""
+    """Yield a contender for each rule that chooses tiles, all with the same budget."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
@@ -335,6 +335,9 @@ def plan_policy(model: Model, plan: Plan) -> Policy:
 
 
 def with_budget(plan: Plan, scale: float) -> Plan:
-    """Multiply the plan's budgets by `scale`, except those of heads that read every key."""
+    """Return a copy of the plan with its fraction, minimum and budgets multiplied by `scale`.
+
+    Heads that read every key keep their budget. Fraction and budgets are capped at 1.
+    """
     budgets = tuple(tuple(b if b >= 1 else min(scale * b, 1.0) for b in row) for row in plan.budgets)
     return replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=int(plan.minimum * scale), budgets=budgets)

@@ -7,8 +7,8 @@ effect of earlier sparse layers and chunks on later ones.
 
     recall[layer, KV head] = share of attention mass on the keys that the policy lets that layer and head read
 
-The attention mass is the softmax over all visible keys, computed from the q and k of the policy's own run, mean over
-rows and the KV head's query heads. Layers that read every key (Kascade's anchors, all of dense's) have recall 1.
+The attention mass is the softmax over all visible keys, computed from q and k of the policy's own run and averaged over
+rows and the KV head's query heads. Layers that read every key, such as Kascade's anchors, have recall 1.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from tessera.sparse.recording import RecallRecorder
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """Closeness of a policy to dense, in nats per token.
+    """Closeness of a policy to dense attention. Losses and divergences are in nats per token.
 
     Attributes:
-        loss_dense, loss: mean -ln p of the text.
+        loss_dense, loss: mean -ln p of the text's tokens, under dense and under the policy.
         kl: mean KL divergence per window, in order.
         agreement: share of tokens where the policy's top-1 token equals dense's.
         num_tokens: predicted tokens.
@@ -87,7 +87,7 @@ class Recall:
 
     @property
     def per_window(self) -> list[float]:
-        """Mean over sparse layers and their heads; 1 if no layer is sparse."""
+        """Share of attention mass kept per window, averaged over sparse layers and their heads; 1 if none is sparse."""
         layers = list(self.sparse_layers)
         return self.per_head[:, layers].mean((1, 2)).tolist() if layers else [1.0] * len(self.per_head)
 

@@ -6,8 +6,8 @@
     model = tessera.load("path/to/model", attention="kascade")
     lm_eval.simple_evaluate(adapter(model), tasks=["lambada_openai"])
 
-The model answers under its own policy, cross-over included. Prompts longer than the context lose their beginning, as
-they do with lm_eval's own models.
+The model answers under its own policy, including the plan's cross-over to dense attention. Prompts longer than the
+context lose their beginning, as they do with lm_eval's own models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
     """Return (sum of ln p of the last `num_scored` tokens, whether every one of them was the top-1 token).
 
     Raises:
-        ValueError: fewer than two tokens, more than the context holds, or nothing to score.
+        ValueError: `num_scored` is not from 1 to the number of tokens - 1, or the tokens exceed the context.
     """
     tokens = np.asarray(tokens, np.int32)
     if not 1 <= num_scored < len(tokens):
-        raise ValueError(f"{num_scored=} must be at least 1 and less than the {len(tokens)} tokens")
+        raise ValueError(f"{num_scored=} must be at least 1 and less than the number of tokens, {len(tokens)}")
     if len(tokens) > model.config.max_positions:
         raise ValueError(f"{len(tokens)} tokens are more than the context of {model.config.max_positions}")
     num_keys = round_up(len(tokens), LENGTH_STEP)
@@ -44,10 +44,10 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
-    """Return the tokens of context + continuation, and how many of the last ones to score: the continuation's.
+    """Return the tokens of context + continuation, and how many tokens at their end belong to the continuation.
 
-    The trailing spaces of `context` count as part of the continuation. If there are more tokens than the model takes
-    (`max_positions`), the first ones are dropped.
+    Trailing spaces of `context` count as part of the continuation. If there are more tokens than the model takes
+    (`max_positions`), the first tokens are dropped.
     """
     moved = len(context) - len(context.rstrip())
     if moved:
@@ -60,7 +60,7 @@ def split(model: Model, context: str, continuation: str) -> tuple[list[int], int
 
 
 def rolling(model: Model, text: str) -> float:
-    """Compute ln p of a whole text, except its first token, in context-sized pieces.
+    """Compute ln p of a whole text, except for its first token, in context-sized pieces.
 
     Pieces overlap by one token, and a piece's first token is not scored, so no token is scored twice.
     """
@@ -100,7 +100,7 @@ def adapter(model: Model) -> Any:
     from rich.progress import track
 
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: lm_eval's tasks are text")
+        raise ValueError(f"{model.source} has no tokenizer, but lm_eval's tasks are text: load a model with one")
 
     class Tessera(LM):
         """Model for lm_eval that answers requests one by one."""

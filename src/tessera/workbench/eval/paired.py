@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided p of McNemar's test: min(1, 2 P[Binomial(lost + gained, 1/2) <= min(lost, gained)]).
+    """Return McNemar's exact two-sided p: min(1, 2 P[Binomial(lost + gained, 1/2) <= min(lost, gained)]).
 
     Args:
         lost: number of questions that only the first policy answered correctly.
@@ -38,8 +38,8 @@ def mcnemar(lost: int, gained: int) -> float:
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
     """Compute sum(parts) / sum(wholes); both lists hold one number per document. The interval redraws documents.
 
-    If the value is 0 or 1, redrawn values would all be equal, so the interval is Wilson's instead.
-    Draws whose wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval is 0 to 1.
+    If the value is 0 or 1, redrawn values would all be equal, so the interval is Wilson's instead. Draws in which the
+    wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval is 0 to 1.
     """
     parts, wholes = np.asarray(parts, float), np.asarray(wholes, float)
     part, whole = parts.sum(), wholes.sum()
@@ -61,19 +61,22 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of dense's right answers that a policy gets right too; arguments hold 1 or 0 per document and question."""
+    """Return the share of dense's right answers that a policy gets right, too.
+
+    Each argument holds a list per document, with 1 (right) or 0 (wrong) per question.
+    """
     both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
     return ratio(both, [sum(found) for found in dense])
 
 
 def discordant(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Count the questions that only the first policy answers correctly, and those that only the second does."""
+    """Return (number of questions that only `first` answers correctly, number that only `second` answers correctly)."""
     pairs = [pair for both in zip(first, second, strict=True) for pair in zip(*both, strict=True)]
     return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
 
 
 def gain(control: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of questions that a policy answers correctly minus the control's share; the interval redraws documents."""
+    """Return the policy's share of right answers minus the control's share; the interval redraws documents."""
     more = np.array([sum(b) - sum(a) for a, b in zip(control, policy, strict=True)], float)
     sizes = np.array([len(found) for found in control], float)
     pick = _draws(len(more))

@@ -1,17 +1,17 @@
-"""Generate documents with hidden facts and questions about them, from any text and tokenizer, by a seed.
+"""Generate documents with hidden facts, and questions about the facts, for any text, tokenizer and seed.
 
 | kind | hidden in the document | asked |
 |---|---|---|
 | single | a number for each of eight unrelated things | the number of each |
 | alike | a number for each of eight cities, in the same words | the number of each |
 | keys | a number for each of five people who share first names and surnames | the number of each |
-| values | three numbers, under different names, for each of two cities | each of them |
+| values | three numbers, under different names, for each of two cities | each number |
 | chain | a number for each of four cities, and, elsewhere, the number after it | the number, then the one after it |
 | copy | passages of random numbers | the last numbers of each passage, given the first ones |
 | count | things of several kinds, numbered in order | the next number of each kind |
 
 A question includes the beginning of its answer ("... The special number of Lisbon is"), since a small model continues
-text better than it follows instructions. Questions are short, so that each runs from the cache of its document.
+text better than it follows instructions. Questions are short, so that each can run from its document's cache.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ from tessera.models.tokenizer import Tokenizer
 ROOM = 128
 """Number of tokens, out of a document's length, that the document leaves free for a question and its answer.
 
-Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. This is the start of a query tile if the
-size of a query tile divides ROOM.
+Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. If the query tile's size divides ROOM,
+every question therefore starts at the start of a query tile.
 """
 
 CITIES = (
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     Attributes:
         suffix: token ids of the question and of its answer's beginning.
         answer: expected token ids.
-        given: per answer token, whether the token is given to the model, not asked; empty if all are asked.
+        given: per answer token, whether the token is given to the model rather than asked; empty if all are asked.
         depth: position in the document of the fact, or of its first line, from 0 (start) to 1 (end).
     """
 
@@ -200,8 +200,8 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
     """Build a document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
 
     Raises:
-        ValueError: unknown kind, a length that is not a multiple of ROOM or too short for the facts, or a tokenizer
-            that needs more than ROOM tokens for a question and its answer.
+        ValueError: the kind is unknown, `length` is not a multiple of ROOM or is too short for the facts, or a question
+            cannot be tokenized (see `pose`).
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
@@ -235,7 +235,7 @@ def pose(filler: Filler, fact: Fact, depth: float) -> Question:
     """Tokenize a fact's question and answer. Each piece is tokenized together with the text before it, then split off.
 
     Raises:
-        ValueError: the tokenizer merges a piece with the text before it, or needs more than ROOM tokens.
+        ValueError: the tokenizer merges a piece with the text before it, or question and answer exceed ROOM tokens.
     """
     text = "\n\n" + fact.question
     suffix = filler.encode(text)

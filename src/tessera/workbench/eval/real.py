@@ -5,9 +5,9 @@
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
 of each question. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
-without its choice of keys: heads that read every key under the plan still do, and the other heads read only own tiles,
-local tiles and sinks. If the control does as well as the plan on a task, the task says nothing about the choice of
-keys, and its record says so.
+without its choice of keys: heads that read every key under the plan still do, and the other heads read only the query
+tile's own tiles, local tiles and sinks. If the control does as well as the plan on a task, the task says nothing about
+the choice of keys, and the task's record says so.
 """
 
 import json
@@ -51,8 +51,8 @@ class Sizes:
         documents: (kind, length, count), in the order they run; lengths are multiples of 128, at most the last of
             `lengths`.
         windows: number of text windows per domain, each as long as the longest length.
-        brief: `documents` for contenders whose `brief` is set. These are most rivals, and all contenders that run at
-            another budget than the plan's (the frontier).
+        brief: `documents` for contenders whose `brief` is set. These are most rivals, other plans, and all contenders
+            that run at a budget other than the plan's (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: budgets of the frontier's plans, as multiples of the plan's own budget.
@@ -128,7 +128,7 @@ class Ledger:
         return ledger
 
     def add(self, op: str, contender: Contender, question: str, samples: Sequence[float], **rest: Any) -> Record:
-        """Build a record, append it to the file and keep it."""
+        """Build a record, append it to the file and keep it in `done`."""
         policy = contender.policy
         what = What(
             op=op,
@@ -144,12 +144,12 @@ class Ledger:
         return record
 
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
-        """Return the record of a contender's question; None if there is none, or its policy had other settings."""
+        """Return the contender's record on a question; None if there is none or its policy had other settings."""
         record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
         return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
-        """Return the named contender's outcomes, 1 or 0 per document and question; None if there is no record of it."""
+        """Return the named contender's outcomes, 1 or 0 per document and question; None if it has no record."""
         record = self.done.get(("eval real task", name, f"{question}: {title}"))
         return None if record is None else record.facts["found"][:documents]
 
@@ -159,9 +159,9 @@ class Material:
     """Texts and documents for all contenders, and the texts' results under dense, computed on first use.
 
     Attributes:
-        windows: windows of text by domain.
+        windows: windows of token ids by domain.
         filler: text that facts are hidden in.
-        held: results of `run_text` under dense for each domain's windows.
+        held: results of `run_text` under dense for each domain's windows, by domain.
     """
 
     windows: Mapping[str, Sequence[np.ndarray]]
@@ -336,21 +336,22 @@ def run(
     """Run the suite and append each record as soon as it is made; Ctrl-C loses only the running job.
 
     Args:
-        model: needs a tokenizer and a context of at least the shortest length; lengths beyond the context are skipped.
+        model: the model; needs a tokenizer, and a context of at least the suite's shortest length. Lengths beyond the
+            context are skipped.
         plan: the plan to judge; if None, only dense and the rivals run.
         suite: a name of SUITES.
         text: text to use instead of the three domains and the documents' filler.
         out: file of records; evidence/real-<device>.jsonl if None.
         resume: skip what this command has already recorded in the file at this commit.
-        others: more plans of the model by name, to compare the plan with.
+        others: other plans of the model by name, with which to compare the plan.
 
     Raises:
-        ValueError: unknown suite, no tokenizer, or a context too short.
+        ValueError: the suite is unknown, the model has no tokenizer, or its context is too short.
     """
     if suite not in SUITES:
         raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
+        raise ValueError(f"{model.source} has no tokenizer, but the questions are text: pass a model with a tokenizer")
     sizes = fitting(SUITES[suite], model.config.max_positions)
     out = Path("evidence") / f"real-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     ledger = Ledger.open(out, command, model.precision, resume)
@@ -367,7 +368,7 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     """Return the sizes without the lengths that exceed the context.
 
     Raises:
-        ValueError: no length is left.
+        ValueError: every length exceeds the context.
     """
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:

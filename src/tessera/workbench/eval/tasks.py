@@ -4,10 +4,10 @@
 |---|---|---|
 | single | one pass key in running text | the key |
 | multi_key | pass keys of many names | the key of one name |
-| multi_value | four pass keys of one name, among those of other names | all four |
+| multi_value | four pass keys of one name, and a pass key of each of four others | the four |
 | tracking | a chain x = 48213, y = x, z = y, among other chains | the last name's number |
 | common_words | a word list, ten words five times as often as the others | the ten |
-| frequent_words | made-up words by Zipf's law | the three most frequent |
+| frequent_words | made-up words whose frequencies follow Zipf's law | the three most frequent |
 
 The prompt ends where the answer begins, so that a base model can continue it. A sample's score is the share of the
 expected strings that appear in the answer. The same seed gives the same sample.
@@ -23,17 +23,17 @@ import numpy as np
 from tessera.train.facts import NAMES, number
 
 MARGIN = 16
-"""Tokens left free, since joined pieces of text may take more tokens than the pieces do."""
+"""Tokens left free, since joined pieces of text may take more tokens than the separate pieces."""
 
 
 class Sample(NamedTuple):
     """One question.
 
     Attributes:
-        prompt: text; prompt and answer together fit into the length.
+        prompt: text; prompt and answer together fit into the requested length.
         expected: strings that the answer must contain.
         answer_tokens: maximum tokens to generate.
-        depth: position of the hidden note, 0 (start) to 1 (end); None unless there is exactly one.
+        depth: position of the hidden note, 0 (start) to 1 (end); None unless there is exactly one note.
     """
 
     prompt: str
@@ -95,7 +95,7 @@ def multi_key(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Dr
 
 
 def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Hide four pass keys of one name among those of other names and ask for all four."""
+    """Hide four pass keys of one name and one pass key of each of four other names; ask for the four."""
     name, *others = rng.permutation(NAMES)[:5]
     keys = [number(rng, 5) for _ in range(4)]
     notes = [(p, f"One pass key of {name} is {k}.") for p, k in zip([depth, *rng.random(3)], keys)]
@@ -153,17 +153,17 @@ KINDS: Final[Mapping[str, Callable[[np.random.Generator, Hay, int, float], Draft
 
 
 def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float | None = None) -> Sample:
-    """Build a sample of at most `length` tokens, answer included, and only slightly fewer.
+    """Build a sample whose prompt and answer have `length` tokens, or slightly fewer.
 
     Args:
         kind: one of KINDS.
         hay: filler and token count.
-        length: tokens of prompt and answer.
-        seed: same seed, same sample.
+        length: maximum tokens of prompt plus answer.
+        seed: seed of all random choices.
         depth: position of the note that holds the answer, 0 (start) to 1 (end); random if None.
 
     Raises:
-        ValueError: unknown kind, or a length too short for notes and question.
+        ValueError: the kind is unknown, or `length` is too short for the notes and the question.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")

@@ -1,8 +1,8 @@
 """Three domains of held-out text that every Python installation has: source code, reference prose and help texts.
 
-`code` holds the standard library files that `tessera.train.data` holds out, except those reserved for calibration;
-`reference` holds the language reference that Python's help() shows; `help` holds long docstrings of files that are not
-held out. No text is in two domains, and none is in the library text that a plan may be calibrated on.
+`code` holds the standard library files that `tessera.train.data` holds out, except files reserved for calibration.
+`reference` holds the language reference that Python's help() shows. `help` holds long docstrings of files that are not
+held out. No text is in two domains, and no text is in the library text that a plan may be calibrated on.
 """
 
 import ast
@@ -54,10 +54,10 @@ DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code
 
 
 def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
-    """Cut `count` evenly spaced windows of `size` tokens, which do not overlap, from a text.
+    """Cut `count` evenly spaced windows of `size` tokens from a text's token ids. The windows do not overlap.
 
     Raises:
-        ValueError: the text is too short for them.
+        ValueError: the text has fewer than `count * size` tokens.
     """
     if len(ids) < count * size:
         raise ValueError(

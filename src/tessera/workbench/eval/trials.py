@@ -2,7 +2,8 @@
 
 A question's rows follow the document in the cache and overwrite the previous question's. Then the answer's tokens run
 one at a time through the policy's decode calls. Each call is fed the expected token (teacher forcing). As long as the
-top-1 token is the expected one, this equals greedy decoding; an answer counts as found only if that holds throughout.
+top-1 token is the expected one, this equals greedy decoding. An answer counts as found only if all its top-1 tokens are
+the expected ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         found: whether every asked token of the answer is the top-1 token.
-        logprob: ln of the probability of all asked tokens.
+        logprob: ln of the joint probability of all asked tokens.
         tokens: number of asked tokens that are the top-1 token, each given the expected tokens before it.
     """
 
@@ -56,7 +57,7 @@ class Runner:
         self.model, self.policy = model, policy
         self.query_tile = policy.query_tile
         if ROOM % self.query_tile:
-            raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: questions start at multiples of it")
+            raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: questions start at multiples of {ROOM}")
         self.held = score.Run(model, policy, num_keys)
         self.pending: list[Reads] = []
 
@@ -91,7 +92,7 @@ class Runner:
         return Outcome(right == wanted, total, right)
 
     def density(self) -> tuple[float, ...]:
-        """Keys read / keys visible per layer since the cache was allocated; empty if the policy does not count."""
+        """Return keys read / keys visible per layer since the cache was allocated; () if the policy does not count."""
         if not self.pending:
             return ()
         read, visible = (sum(np.asarray(reads[i], np.float64)[:, 0] for reads in self.pending) for i in (0, 1))

@@ -3,9 +3,9 @@
     tessera eval --suite real-weights --resume
 
 A *form* is a number format of the weights, named in `core.quant.NAMES`. The model runs the texts and questions of
-`real` twice in each form that its file can take: under dense attention and under the plan. KL is measured against the
-same model with float weights under dense attention, so it includes the loss of the form and that of the plan. The
-control is int8 with each matrix's scales shuffled among its channels; it must be far worse.
+`real` twice in each form that its weights can take: under dense attention and under the plan. KL is measured against
+the same model with float weights under dense attention, so it includes what both the form and the plan lose. The
+control is int8 with each matrix's scales shuffled among its channels; it must be far worse than plain int8.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,11 +42,11 @@ class Bench:
 
     Attributes:
         base: the model with float weights.
-        plan: its plan, if any.
+        plan: the model's plan; None runs the forms under dense attention only.
         material: texts and documents.
         ledger: records of the run.
         load: function that takes a form's name and returns the model in that form.
-        held: the form's name -> model, for the form that runs now; only one, to bound memory.
+        held: form's name -> model. It holds only the form that runs now, to bound memory.
     """
 
     base: Model
@@ -84,16 +84,17 @@ def run(
 
     Args:
         model: the model with float weights, loaded from a folder or file; needs a tokenizer.
-        plan: its plan; None runs the forms under dense attention only.
-        text, out, resume: as for `real.run`.
+        plan: the model's plan; None runs the forms under dense attention only.
+        text, resume: as for `real.run`.
+        out: file of records; evidence/weights-<device>.jsonl if None.
         command: command line that repeats the run.
         sizes: amount of work.
 
     Raises:
-        ValueError: no tokenizer, or a context too short.
+        ValueError: the model has no tokenizer, or its context is too short.
     """
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
+        raise ValueError(f"{model.source} has no tokenizer, but the questions are text: pass a model with a tokenizer")
     sizes = real.fitting(sizes, model.config.max_positions)
     out = Path("evidence") / f"weights-{hardware.device_slug()}.jsonl" if out is None else Path(out)
 
@@ -150,7 +151,7 @@ def in_order(bench: Bench, names: Sequence[str], sizes: Sizes) -> list[Callable[
 
 
 def facts_of(bench: Bench, contender: Contender) -> Mapping[str, Any]:
-    """Describe a contender: its form, policy and the bytes of its weights."""
+    """Return the facts that describe a contender: its form, its policy and the bytes of its weights."""
     model = bench.model(contender.name)
     weight_bytes = sum(quant.num_bytes(leaf) for leaf in jax.tree.leaves(model.params))
     policy = "dense" if isinstance(contender.policy, Dense) else PLAN
@@ -187,7 +188,8 @@ def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> 
 def judge_task(bench: Bench, contender: Contender, kind: str, length: int, count: int) -> Record:
     """Record which questions a contender answers right.
 
-    The facts also hold the share that it keeps of the questions that float weights answer right under dense attention.
+    Of the questions that float weights answer right under dense attention, the facts hold the share that this contender
+    also answers right.
     """
     model, documents = bench.model(contender.name), bench.material.documents(kind, length, count)
     answers = run_trials(model, contender.policy, documents, num_keys=length)

@@ -18,13 +18,14 @@ PIECES = ("env", "correct", "time", "tune")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces. The exit code is 1 if an item failed (its record says why) or the child process ended between two
-    items, 2 if nothing can run or a record cannot be written, and 130 if the run was stopped. The next run resumes."""
+    """Run the pieces. The exit code is 1 if a measurement failed (its record says why) or the child process ended
+    between two measurements, 2 if there is no GPU or a file cannot be written, and 130 if the run was stopped. The next
+    run resumes."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="pieces to run; all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
-    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which no new item starts")
-    parser.add_argument("--again", action="store_true", help="rerun items that the file already records")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which no new measurement starts")
+    parser.add_argument("--again", action="store_true", help="repeat measurements that the file already records")
     parser.add_argument(
         "--dry", action="store_true", help="run tiny shapes in the interpreter; never write to evidence/"
     )
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"pieces {unknown} must be among {', '.join(PIECES)}")
     if options.dry and options.out is not None and "evidence" in options.out.parts:
-        parser.error("--dry measures nothing: name a file outside of evidence/")
+        parser.error("--dry measures nothing: give --out a file outside of evidence/")
     try:
         with stops_as_ctrl_c():
             return run(options)

@@ -22,9 +22,9 @@ from tessera.workbench.gpu_check.session import Session
 FRACTION = 0.1
 TILES = (64, 128, 32, 16, 1)
 MOST_SINGLE_KEYS = 16384
-"""Maximum keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
+"""Maximum keys of a call with tile 1. With more keys, one mass and one list entry per key would take gigabytes."""
 LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
-"""Query and KV heads of Llama 3.1."""
+"""(query heads, KV heads) of Llama 3.1 8B and 70B."""
 
 
 class Setting(NamedTuple):
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a kernel's role. A sparse call's capacity is that of `select`'s lists."""
+        """Return (spec, shapes) for a kernel's role. A sparse call's capacity is the length of `select`'s lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of the call's arrays: q, out, and K and V twice (in the cache's layout and in other libraries')."""
+        """Bytes of the call's arrays: q, out, and K and V twice, in the layouts of the cache and of other libraries."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
@@ -86,19 +86,20 @@ class Setting(NamedTuple):
         return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
 
     def select(self, spec: AttentionSpec, mass: jax.Array) -> Selection:
-        """Return the tiles that select_tiles lists for these masses at FRACTION."""
+        """Return the tiles that `select_tiles` lists for these masses, with fraction FRACTION."""
         p = self.positions()
         return select_tiles(mass, spec, fraction=FRACTION, q_start=p.q_start, kv_len=p.kv_len, q_len=p.q_len)
 
     def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
-        """Return the tiles that select_tiles lists for random masses."""
+        """Return the tiles that `select_tiles` lists for random masses, with fraction FRACTION."""
         return self.select(spec, self.masses(spec, key))
 
 
 def kernels_here(session: Session, phase: str | None = None) -> Iterator[Kernel]:
-    """Yield the kernels that this GPU runs, cuDNN's too.
+    """Yield the kernels in `dispatch.KERNELS` that this GPU runs, including kernels that call cuDNN.
 
-    A dry run has no GPU: it yields the first simulable kernel of each role and phase, and those that take single keys.
+    In a dry run, which needs no GPU, yield the first simulable kernel of each role and phase, and every simulable
+    kernel that takes single keys.
     """
     capability = hardware.gpu_capability()
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.runs_on(capability)]
@@ -117,7 +118,7 @@ def takes_single_keys(kernel: Kernel) -> bool:
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """Return (spec, shapes) with the first size in TILES that the kernel takes; None if it takes none.
+    """Return (spec, shapes) with the first tile in TILES that the kernel takes; None if it takes none.
 
     Tile 1 counts only for calls of at most MOST_SINGLE_KEYS keys.
     """
@@ -131,9 +132,9 @@ def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[Atten
 
 
 def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
-    """Jit the kernel: (q, keys and values, positions, selection) -> AttentionOut.
+    """Return the kernel as a jitted function (q, KeyValues, Positions, Selection or None) -> AttentionOut.
 
-    Uses the kernel's tuned blocks if no config is given.
+    If `config` is None, the function uses the kernel's tuned block sizes.
     """
     config = tuned.config(kernel, spec, shapes) if config is None else config
 

@@ -1,4 +1,4 @@
-"""Check answers of any length against float32: the reference kernel recomputes whole query tiles on the same device.
+"""Check answers to calls of any length: the reference kernel recomputes some query tiles in float32 on the same device.
 
 Tolerances are in units in the last place of the dtype (UNIT). For out, |error| / |row| may be 2 units, since weights
 and output are each rounded by half a unit. For lse, |error| may be 1 unit, since a kernel may sum rounded weights. For
@@ -41,7 +41,7 @@ def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Select
 def fault(
     spec: AttentionSpec, inputs: tuple, positions: Positions, selection: Selection | None, found: AttentionOut
 ) -> str | None:
-    """Return what is wrong with an answer; None if nothing is.
+    """Return a description of the first error found in an answer; None if all checks pass.
 
     Checks the first, the middle and the last query tile of the first and the last sequence.
 
@@ -67,5 +67,5 @@ def fault(
             for name, error in errors(spec, q[one, rows], k[one], v[one], here, chosen, part).items():
                 over = float(error) / unit / ALLOWED[name]
                 if not over <= 1:
-                    return f"wrong: {name} of sequence {b}, query tile {i} is {over:.3g} times as far off as allowed"
+                    return f"wrong: {name} in sequence {b}, query tile {i} has {over:.3g} times the allowed error"
     return None

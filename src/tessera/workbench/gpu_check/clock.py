@@ -14,7 +14,7 @@ from tessera.workbench.gpu_check.session import Session, on_gpu
 
 PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
 ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors raised where CUPTI is absent, another tool uses it, or the process lacks the rights."""
+"""Errors raised if CUPTI is absent, another tool uses it, or the process lacks permission."""
 
 
 class Samples(NamedTuple):
@@ -25,7 +25,7 @@ class Samples(NamedTuple):
 
 
 class Clock:
-    """Times calls with CUPTI, or with the host's clock if CUPTI cannot run (in use, or not permitted)."""
+    """Clock that times calls with CUPTI, or with the host's clock if CUPTI is absent, in use or not permitted."""
 
     def __init__(self, session: Session):
         self._flush_bytes = session.scale.flush_bytes
@@ -64,7 +64,7 @@ class Clock:
         finally:
             kernels = self._cupti._cupti_get_timings(False)
         if not kernels:
-            raise RuntimeError("CUPTI saw no kernel in this call")
+            raise RuntimeError("CUPTI saw no kernel in this call, so the call has no device time")
         return sum(milliseconds for _, milliseconds in kernels) / 1e3, host
 
     def _host(self, call: Callable[[], Any]) -> float:
@@ -89,7 +89,7 @@ def interleave(
     rounds: int,
     guard: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> dict[str, Samples]:
-    """Sample all contenders in turns, each round in the reverse order of the one before.
+    """Sample each contender once per round. Each round reverses the order of the previous round.
 
     `guard(name)` wraps each sample. A contender whose error the guard catches drops out; the others continue.
     """

@@ -1,8 +1,8 @@
-"""Check every GPU kernel: where single-key rows lie in shared memory, then the answers of calls, against float64.
+"""Check every GPU kernel's answers against float64, after checking where a kernel puts single keys in shared memory.
 
-`layout.py` makes the first check. The calls come from the catalogue (`attention/workloads.py`). Their numbers, random
-or adversarial, and the comparison are those of `tessera verify`, which derives a tolerance for each call. `timing.py`
-checks the answers of long calls.
+`layout.py` checks where single keys lie. The calls come from the catalogue (`attention/workloads.py`). As in
+`tessera verify`, their numbers are random or adversarial, and each call gets its own tolerance. `timing.py` checks the
+answers of long calls.
 """
 
 from collections.abc import Iterator
@@ -57,14 +57,13 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Number of cases of each kernel that run before anything is timed. Layout checks are not counted: they all run before
-that."""
+"""Number of cases of each kernel that run before anything is timed. All layout checks run even before these cases."""
 GRADIENTS = 2.0**-5
 """Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 
 
 class Case(NamedTuple):
-    """A workload, its dtype, and the kind of its numbers (a name in verify.NUMBERS).
+    """A workload, its dtype, and the kind of its numbers (a name in `verify.NUMBERS`).
 
     `small` is whether to use the smallest blocks instead of the tuned ones.
     """
@@ -112,14 +111,14 @@ def run(session: Session) -> None:
 
 
 def what_of(kernel: Kernel, case: Case) -> What:
-    """Return the record key of a kernel's case."""
+    """Return the `what` field for a record of this kernel and case."""
     return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Return one config of the single-key kernel per block size, which decides where rows lie.
+    """Return one config per block size of the single-key kernel, since the block size decides where rows lie.
 
-    Each has the most stages that the search space allows.
+    Each config has the most stages that the search space allows for its block size.
     """
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
@@ -128,7 +127,9 @@ def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
 
 
 def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
-    """Yield the kernel's cases by importance: Hopper calls, adversarial numbers, wide heads, tiles, small blocks."""
+    """Yield the kernel's cases, the most important first: Hopper calls, adversarial numbers, heads of 256, other tiles,
+    int8, smallest blocks, float16, and last the small calls of `tessera verify`.
+    """
 
     def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
         return kernel.refusal(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
@@ -185,7 +186,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """Yield the Hopper prefill workloads and one with heads of 256, except where the kernel refuses the dense call."""
+    """Yield the Hopper prefill workloads, and one with head dim 256, unless the kernel refuses their dense calls."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):
@@ -194,7 +195,7 @@ def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
 
 
 def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
-    """Compare the gradients dq, dk and dv of sum(d_out * out) with float64; return a record's fields.
+    """Compare the gradients dq, dk and dv of sum(d_out * out) with gradients in float64; return a record's fields.
 
     The sample is the largest error / tolerance.
 
@@ -218,6 +219,6 @@ def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
         limit = GRADIENTS * max(1.0, np.abs(truth).max())
         over[name] = float(np.abs(np.asarray(mine.astype(jnp.float32)) - truth).max() / limit)
     if not max(over.values()) <= 1:
-        raise ValueError(f"wrong: the errors are {over} times the tolerance (seed {seed})")
+        raise ValueError(f"wrong: the errors in units of the tolerance are {over}, but may be 1 at most (seed {seed})")
     how = How(check="gradients in float64, row by row, fresh random numbers")
     return {"samples": [max(over.values())], "unit": "of allowed", "how": how, "facts": {"seed": seed, "over": over}}

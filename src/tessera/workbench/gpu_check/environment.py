@@ -1,4 +1,4 @@
-"""Record the machine: device, packages, tools, and whether it is like the GPU that `deviceless` compiles for."""
+"""Record the machine: device, packages, tools, and how its GPU differs from the GPU that `deviceless` compiles for."""
 
 import importlib.metadata
 import importlib.util
@@ -27,7 +27,7 @@ def run(session: Session) -> None:
 
 
 def look() -> dict:
-    """Return a record's fields: device, packages and tools as facts, the number of devices as sample."""
+    """Return a record's fields: device, packages and tools as facts, and the number of devices as the sample."""
     device = jax.devices()[0]
     names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
     return {
@@ -42,7 +42,7 @@ def look() -> dict:
 
 
 def compare_target() -> dict:
-    """Return a record's fields: XLA's description of this GPU, and the shipped H200 facts that differ from it."""
+    """Return a record's fields: XLA's description of this GPU, and the shipped facts of an H200 that differ from it."""
     from jax._src.lib import xla_client
 
     text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
@@ -57,7 +57,7 @@ def differences(here: str, shipped: str) -> dict:
     """
     found = facts(here)
     if not found:
-        raise ValueError(f"the target configuration could not be read: {here[:200]!r}")
+        raise ValueError(f"the target configuration of this GPU could not be read: {here[:200]!r}")
     differing = {name: [value, found.get(name)] for name, value in facts(shipped).items() if found.get(name) != value}
     return {
         "samples": [float(len(differing))],
@@ -66,7 +66,7 @@ def differences(here: str, shipped: str) -> dict:
 
 
 def facts(text: str) -> dict[str, str]:
-    """Parse the numbers of a target configuration, by name."""
+    """Return the numbers in a target configuration, by name, as text."""
     return dict(re.findall(r"^\s*(\w+): (\d[\d.]*)$", text, re.MULTILINE))
 
 
@@ -79,7 +79,10 @@ def version(name: str) -> str | None:
 
 
 def tool(name: str) -> str | None:
-    """Return the last line of a tool's --version, or its folder in the nvidia packages; None if it is not installed."""
+    """Return the last line of a tool's --version. If only the nvidia packages hold the tool, return its folder in them.
+
+    Returns None if the tool is not installed.
+    """
     path = shutil.which(name)
     if path is None:
         wheels = importlib.util.find_spec("nvidia")

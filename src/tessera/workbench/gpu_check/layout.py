@@ -1,12 +1,12 @@
-"""Check where the kernel for single keys puts gathered rows in shared memory, which no interpreter models.
+"""Check where the kernel for single keys puts gathered rows in shared memory. No interpreter models that layout.
 
-Let H be the head dim. A query tile lists `blocks` x 2 H keys. A key's index in this list is its slot. In 2 H
-consecutive slots, K holds unit vectors: the j-th of them is e_((j + 8 tile) % H), negated if j >= H. All other keys are
-zero. The query tile has 2 H rows: e_0, e_1, ... and their negatives. So each row scores SCALE at one slot, which gets
-all of its weight, and out must equal V at that slot to the last bit. If out equals V at another slot, the kernel read
-K's row from the wrong place. If out equals V at no slot, V's columns are misplaced. From tile to tile the unit vectors
-move by one 16-byte column, so the tiles together probe every column of every slot, and every stage of the ring of
-buffers.
+H is the head dim. A query tile lists `blocks` x 2 H keys. A key's index in this list is its slot. In 2 H consecutive
+slots, K holds unit vectors: number j is e_((j + 8 tile) % H), negated if j >= H. All other keys are zero. The query
+tile has 2 H rows: e_0, e_1, ... and their negatives. Each row therefore scores SCALE at exactly one slot, puts all its
+weight on that slot, and must return the slot's V to the last bit. If it returns another slot's V, the kernel read the
+row of K from the wrong place. If it returns the V of no slot, V's columns are misplaced. From one query tile to the
+next, the unit vectors move by one 16-byte column. The tiles together thus probe every column of every slot, and every
+stage of the ring of buffers.
 """
 
 import jax
@@ -19,15 +19,15 @@ from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
 SCALE = 64.0
-"""Softmax scale, and so a row's score at the slot where q . k is 1. exp(-SCALE) is negligible in every dtype."""
+"""Softmax scale, and thus a row's score at the slot where q . k is 1. exp(-SCALE) is negligible in every dtype."""
 TOKENS = 32
-"""Tokens of a query tile. The tile's rows are TOKENS x query heads."""
+"""Tokens per query tile. A query tile has TOKENS x query heads rows."""
 COLUMN = 8
 """16-bit numbers in a 16-byte column."""
 
 
 def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int) -> dict:
-    """Probe every slot of `tiles` query tiles and return a record's fields, with 0 misplaced slots as sample.
+    """Probe every slot of `tiles` query tiles; return a record's fields, whose sample is 0 misplaced slots.
 
     Raises:
         ValueError: a slot is misplaced (the message names the first few), or lse is wrong.
@@ -64,12 +64,12 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
 
 
 def first_of(tile: int, blocks: int, rows: int) -> int:
-    """Return the first of the `rows` consecutive slots that hold a tile's unit vectors."""
+    """Return the first of the `rows` consecutive slots that hold a query tile's unit vectors."""
     return tile % blocks * rows
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe each misplaced row of a tile's out, [rows, head dim].
+    """Describe each misplaced row of a query tile's out, [rows, head dim].
 
     A row attends only to the slot that holds its unit vector, so it must equal that slot's values.
     """

@@ -25,7 +25,7 @@ def cudnn(setting: Setting, q, k, v) -> Callable[[], Any]:
 
 
 def torch_sdpa(backend: str) -> Callable[..., Callable[[], Any]]:
-    """Prepare torch.nn.functional.scaled_dot_product_attention with one back end allowed."""
+    """Return a function that prepares torch's scaled_dot_product_attention with only one back end allowed."""
 
     def ready(setting: Setting, q, k, v) -> Callable[[], Any]:
         import torch
@@ -49,7 +49,7 @@ def torch_sdpa(backend: str) -> Callable[..., Callable[[], Any]]:
 
 
 def flash_attn(setting: Setting, q, k, v) -> Callable[[], Any]:
-    """Prepare FlashAttention's own package: version 3's interface if installed, else version 2's."""
+    """Prepare a call of FlashAttention's own package: version 3 if it is installed, else version 2."""
     import torch
 
     try:
@@ -75,8 +75,8 @@ PEERS = MappingProxyType(
         "flash_attn": flash_attn,
     }
 )
-"""Name -> function of (setting, q, k, v) that prepares a call. The result is a function without arguments, which
-computes out [B,T,N,H], waits for it and returns it."""
+"""Name -> function of (setting, q, k, v) that prepares a call. It returns a function without arguments that computes
+out [B,T,N,H], waits for it and returns it."""
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
@@ -84,7 +84,7 @@ MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_inte
 
 
 def installed(name: str) -> bool:
-    """Return whether the peer's library is installed and a GPU is present."""
+    """Return whether the peer can run here: its library is installed, and jax runs on a GPU."""
     library = name.split()[0]
     if library == "cudnn":
         return on_gpu() and has_cudnn()

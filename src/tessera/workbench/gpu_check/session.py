@@ -1,13 +1,13 @@
-"""State of one run of the GPU script in its child process: where records go, what is left to do, the time left.
+"""State of one run of the GPU script in its child process: where records go, which items and how much time are left.
 
 The script runs in pieces (env, correct, time, tune), each of which consists of items. An item is one measurement.
 
-An item is done once the current sources have made a record of it without an error. Items without a
-record run first. Failed items run again after everything else; those that hung, crashed or did not fit into memory run
-only once more. While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a
-process that exceeds the limit, and the next process turns the note into the item's error record. If the note does not
-say how the process ended, parent and child died together: either the machine was taken away, or the item crashed it.
-The first time this happens to an item does not count as a crash.
+An item is done once the current sources have made a record of it without an error. Items without a record run first.
+Failed items run again after everything else; items that hung, crashed or did not fit into memory run only once more.
+While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a process that
+exceeds the limit, and the next process turns the note into the item's error record. If the note does not say how the
+process ended, parent and child died together: either the machine was taken away, or the item crashed the machine. The
+first time that this happens to an item does not count as a crash.
 """
 
 import collections
@@ -40,17 +40,18 @@ REFUSALS = (
 )
 """Errors after which the process can continue.
 
-A plain RuntimeError counts too if the device still works: libraries raise it both for refused calls and for CUDA
-faults. After any other error, a fresh process takes over.
+A plain RuntimeError also counts if the device still works, since libraries raise it for refused calls as well as for
+CUDA faults. After any other error, a fresh process takes over.
 """
 CRASHED = ("hung after", "crashed", "does not fit")
-"""Prefixes of the error of an item that ended its process."""
+"""Prefixes of the error text of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory (a fault of the kernel)."""
+"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory. Too little shared memory is a kernel's fault, so
+errors about it do not match."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
-"""Matches errors about a full disk, for example of a compiler. An item with such an error does not count as crashed."""
+"""Matches errors about a full disk, for example from a compiler. An item with this error does not count as crashed."""
 CUT = "cut short:"
-"""Prefix of the error of an item during which child and parent both died."""
+"""Prefix of the error text of an item during which child and parent both died."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
 """Seconds per item, compilation included, if the item names no other limit."""
@@ -75,8 +76,8 @@ class Session:
     """One process's run of the script. It appends records, and knows what is left to do and when to stop.
 
     Attributes:
-        first: run only a little of every piece, in case time runs out before the pieces are complete.
-        retry: run the items that failed before.
+        first: whether to run only the first items of each piece, in case time runs out before the pieces are complete.
+        retry: whether to run the items that failed before.
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
@@ -102,7 +103,7 @@ class Session:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the limit; pieces start nothing that they cannot finish."""
+        """Seconds until the limit, after which no item starts."""
         return self._end - time.monotonic()
 
     def is_done(self, what: What) -> bool:
@@ -130,8 +131,7 @@ class Session:
             self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
-        """Append a record of samples or, with the field `error`, of a failure; a dry run's record says that it measured
-        nothing."""
+        """Append a record of samples or, with the field `error`, of a failure. A dry run marks its records as dry."""
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")
@@ -211,9 +211,9 @@ class Session:
 
 
 class Guard:
-    """Context of Session.guard: passes every Exception of its block to Session.fail, but lets Unwritable through.
+    """Context of `Session.guard`: passes every Exception raised in its block to `Session.fail`, except Unwritable.
 
-    It is a class with `__exit__`, because lint forbids the clause `except Exception`.
+    It is a class with `__exit__`, because the linter forbids the clause `except Exception`.
     """
 
     def __init__(self, session: Session, what: What, limit_s: float):
@@ -245,7 +245,7 @@ def _key(what: What) -> tuple[str, str, str, str]:
 
 @functools.cache
 def state_of_gpu() -> dict[str, str]:
-    """Return the driver and clocks that nvidia-smi reports; empty where there is none."""
+    """Return the driver and clocks that nvidia-smi reports; empty if nvidia-smi is absent or fails."""
     names = "driver_version,clocks.max.sm,clocks.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
     try:

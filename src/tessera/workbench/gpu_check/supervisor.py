@@ -1,9 +1,9 @@
-"""The GPU script's parent: keeps one child process at work, and starts another after a hang or a crash.
+"""The GPU script's parent process: keeps one child process at work, and starts another after a hang or a crash.
 
-The child (`worker.py`) writes to a note on disk which item (one measurement) it runs, and for how long at most. The
-parent requests no device from jax, so a GPU fault hits only the child. After a hang or a crash, the parent adds to the
-note how the child ended, and the next child turns the note into the item's error record. After a stop signal or on a
-full disk, the parent removes the note, since no item is to blame.
+The child (`worker.py`) writes a note to disk that names the item (one measurement) that it runs, and the item's time
+limit. The parent requests no device from jax, so a GPU fault hits only the child. After a hang or a crash, the parent
+adds to the note how the child ended, and the next child turns the note into the item's error record. After a stop
+signal or on a full disk, the parent removes the note, since no item is to blame.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 from tessera.core import files
 
 RESTART = 75
-"""Exit code of a child after an error that may have damaged the process. The child has recorded the error."""
+"""Exit code of a child after an error that may have damaged its process. The child has already recorded the error."""
 UNWRITABLE = 74
 """Exit code of a child that could not write a file. The last line of its stderr names the file and the reason."""
 NO_GPU = 2
@@ -30,18 +30,17 @@ NOTE_SUFFIX = ".now"
 IDLE_S = 150.0
 """Seconds that the child may spend on starting, or between two items."""
 OVERTIME_S = 75.0
-"""Seconds past the limit after which the parent ends the child and leaves its item for the next run."""
+"""Seconds past the run's limit after which the parent ends the child and leaves the child's item for the next run."""
 POLL_S = 0.2
 SILENT = "it said nothing"
-"""Error text of a child whose stderr is empty, for example because the disk is full."""
+"""Text used in place of a child's error message if its stderr is empty, for example because the disk is full."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals by which people and job schedulers stop a run. The item that was running is not to blame."""
 COMMAND = (sys.executable, "-m", "tessera.workbench.gpu_check.worker")
 
 
 class Unwritable(OSError):
-    """Raised if a file or stream cannot be written; the message says which and why. The running item is not to
-    blame."""
+    """A file or stream cannot be written; the message says which and why. The running item is not to blame."""
 
 
 @contextlib.contextmanager
@@ -58,7 +57,7 @@ def writing(what: Path | str) -> Iterator[None]:
 
 
 def device() -> str | None:
-    """Return the slug of this GPU, which names its file of records; None if a child process finds no GPU in time."""
+    """Return the slug of this GPU, for the name of its file of records; None if a child finds no GPU within IDLE_S."""
     try:
         done = subprocess.run([*COMMAND], capture_output=True, text=True, timeout=IDLE_S)
     except subprocess.TimeoutExpired:
@@ -75,7 +74,7 @@ def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()
         paths: folders added to the child's import path.
 
     Returns:
-        False if a child ended while no item ran, since the next child would too; else True, also if time ran out.
+        False if a child ended while no item ran, since the next child would, too. Otherwise True, even if time ran out.
 
     Raises:
         KeyboardInterrupt: someone stopped the run or its child.
@@ -111,7 +110,7 @@ def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequen
 
 
 def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequence[str]) -> tuple[str, str]:
-    """Run a child; return how it ended (exit code, "late" or "hung after N s") and its stderr's last error line."""
+    """Run a child; return how it ended (see `_watch`) and the last error line of its stderr."""
     path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         child = subprocess.Popen(
@@ -133,7 +132,9 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait for the child's end, its item's time limit or the total time limit; return what came first, in words.
+    """Wait until the child ends, its item exceeds the item's limit, or the run exceeds `most_s` seconds.
+
+    Returns the exit code 0, RESTART or UNWRITABLE as text; "ended with status N"; "hung after N s"; or "late".
 
     Raises:
         KeyboardInterrupt: someone stopped the child.
@@ -160,7 +161,7 @@ def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
 
 
 def _kill(child: subprocess.Popen) -> None:
-    """Kill the child and every process it started. Wait 30 s at most, since the driver may keep a child alive."""
+    """Kill the child and every process that it started. Wait 30 s at most, since the driver may keep a child alive."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(30)

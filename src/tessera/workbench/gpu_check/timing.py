@@ -29,10 +29,10 @@ DECODE = tuple(
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
 """Calls to time, the most important first, because the time may run out."""
 FIRST = 4
-"""Number of SETTINGS that the first pass (`session.first`) times: SEED_SHAPE, two prefills, one decode."""
+"""Number of SETTINGS that the first pass (`session.first`) times: SEED_SHAPE, two prefills and one decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 MOST_OF_JAX = 0.8
-"""Share of jax's memory limit that a call's arrays may take. A larger call is not timed; its record says so."""
+"""Share of jax's memory limit that a call's arrays may take. A larger call is not timed, and its record says so."""
 
 SAMPLE_S, COMPILE_S = 60.0, 240.0
 """Time limits in seconds: for one sample, and for compiling all contenders of a call."""
@@ -42,7 +42,10 @@ TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade 
 
 
 class Numbers(NamedTuple):
-    """A call's arrays, shared by all contenders: `inputs` holds q, k and v [B,S,K,H]; `kv` is in the cache's layout."""
+    """A call's arrays, shared by all contenders.
+
+    `inputs` holds q [B,T,N,H], k and v [B,S,K,H]; `kv` holds the same k and v in the cache's layout.
+    """
 
     setting: Setting
     key: jax.Array
@@ -59,7 +62,7 @@ class Numbers(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A compiled call that waits for its result, and the spec and selection to check its answer against."""
+    """A compiled call that waits for its result, and the spec and the selection with which to check the result."""
 
     call: Callable[[], Any]
     spec: AttentionSpec
@@ -80,8 +83,8 @@ def run(session: Session) -> None:
 
 
 def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None:
-    """Time a call's contenders that are not done. If one of our kernels is among them, time the finished ones again, so
-    that all are compared in the same rounds."""
+    """Time a call's contenders that are not done. If one of our kernels is among them, also time the finished
+    contenders again, so that all are compared in the same rounds."""
     kernels = {k.name: k for k in calls.kernels_here(session, setting.phase) if calls.taken(k, setting)}
     others = [name for name in peers.PEERS if peers.installed(name)]
     whats = {name: what_of(name, setting) for name in (*kernels, *others)}
@@ -111,7 +114,7 @@ def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None
 
 
 def most_bytes() -> float:
-    """Return how many bytes a call's arrays may take on this device; infinite where jax knows no limit."""
+    """Return how many bytes a call's arrays may take on this device; infinity if jax knows no limit."""
     stats = jax.devices()[0].memory_stats() or {}
     return MOST_OF_JAX * stats.get("bytes_limit", float("inf"))
 
@@ -136,7 +139,7 @@ def compile_all(
 ) -> Mapping[str, Callable[[], Contender]]:
     """Compile the contenders concurrently; return name -> function that returns the contender or raises its error.
 
-    If compilation crashes or hangs the process, the contenders compile one by one when failures are retried.
+    If that crashes or hangs the process, the retry of failed items compiles the contenders one by one.
     """
     if session.dry or session.retry:
         return makers
@@ -146,7 +149,7 @@ def compile_all(
 
 
 def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[], Contender]], whats) -> dict:
-    """Return name -> contender. Record the error of each that does not compile, run or give the right answer."""
+    """Return name -> contender; record an error for each contender that fails to compile or run, or answers wrongly."""
     contenders = {}
     for name, make in makers.items():
         with session.guard(whats[name]):
@@ -157,7 +160,7 @@ def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[]
 
 
 def ours(kernel: Kernel, numbers: Numbers, config: Any = None) -> Contender:
-    """Build our kernel's contender, with tuned blocks if `config` is None. The selection is not part of its time."""
+    """Build our kernel's contender, with tuned blocks if `config` is None. Its time does not include the selection."""
     setting = numbers.setting
     spec, shapes = calls.taken(kernel, setting)
     selection = jax.jit(partial(setting.selection, spec))(numbers.key) if kernel.role == "sparse" else None
@@ -193,12 +196,12 @@ def checked(contender: Contender, numbers: Numbers) -> None:
 
 
 def what_of(name: str, setting: Setting) -> What:
-    """Return the record key of a contender's call."""
+    """Return the `what` field for a record of the contender `name` and this call."""
     return What(op="gpu attention", kernel=name, workload=setting.words(), dtype=setting.dtype)
 
 
 def report(session, watch, setting: Setting, taken: Mapping[str, clock.Samples], whats, costs) -> None:
-    """Append a record per contender; compare ours with the fastest peer of this run."""
+    """Append a record per contender; compare our kernels with the fastest peer of this run."""
     rivals = {name: samples.device for name, samples in taken.items() if name in peers.PEERS}
     best = min(rivals, key=lambda name: sorted(rivals[name])[len(rivals[name]) // 2], default=None)
     for name, samples in taken.items():
@@ -236,10 +239,9 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Record Kascade's attention time over 32 layers, 5 of them anchors, compared with that of the peer `best`.
+    """Record Kascade's attention time over LAYERS layers, ANCHORS of them anchors, compared with the peer `best`.
 
-    A sample adds up the layers' times from one round. An anchor scores and selects; the selection is timed here, on
-    random masses.
+    A sample adds up the layers' times from one round. An anchor scores and selects. `in_layers` times the selection.
     """
     what = What(op="gpu kascade", kernel="gpu", workload=setting.words(), dtype=setting.dtype)
     by_role = {role: taken[name].device for role in ROLES if (name := f"gpu_{setting.phase}_{role}") in taken}
@@ -248,7 +250,7 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Time the selection, add it to the layers' times, and return the record's fields.
+    """Time the selection on random masses, add it to the layers' times, and return the record's fields.
 
     A sample is the sum over all layers in one round.
     """

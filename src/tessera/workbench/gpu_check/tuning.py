@@ -23,7 +23,7 @@ DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 
 
 def run(session: Session) -> None:
-    """Append a record per kernel, call and configuration. The first pass (`session.first`) skips this."""
+    """Append a record per kernel, call and configuration. Do nothing in the first pass (`session.first`)."""
     if session.first:
         return
     watch = clock.Clock(session)
@@ -36,9 +36,9 @@ def run(session: Session) -> None:
 
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
-    """Yield (kernel, configuration, record key) for every configuration of the kernels that take the call.
+    """Yield (kernel, configuration, `what` of its record) for every configuration of the kernels that take the call.
 
-    A dry run has only one configuration per kernel.
+    In a dry run, each kernel has only one configuration.
     """
     for kernel in calls.kernels_here(session, setting.phase):
         call = calls.taken(kernel, setting)

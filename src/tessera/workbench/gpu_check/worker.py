@@ -1,4 +1,4 @@
-"""The GPU script's child process, which runs pieces until time runs out.
+"""The GPU script's child process, which runs the requested pieces until time runs out.
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
@@ -30,21 +30,21 @@ items, then the items that failed."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
-    """Return the function of a piece in PIECES, or, for a name "module:function", that function."""
+    """Return the function that runs a piece: PIECES[name], or the imported function if `name` is "module:function"."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function) if function else PIECES[name]
 
 
 def end_with_parent() -> None:
-    """End this process when stdin closes: the parent has then died."""
+    """End this process when stdin closes, which means that the parent has died."""
     os.read(0, 1)  # not sys.stdin, whose lock would still be held when Python exits
     os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the requested pieces of the GPU check, once per pass in PASSES.
+    """Run the requested pieces of the GPU check, once per pass in PASSES; return the exit code.
 
-    Returns the exit code, which is NO_GPU if there is no GPU.
+    The exit code is NO_GPU if there is no GPU. Without arguments, only print the GPU's slug.
     """
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:

@@ -2,17 +2,17 @@
 
     tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
-1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default and with
-   the configs that the cost model (`seeding.py`) ranks first; for XLA's kernels, which the model ranks badly, it starts
-   with random configs. `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs in a child
-   process, which checks it against float64 and then times it briefly.
+1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default config and
+   the configs that the cost model (`seeding.py`) ranks first. For XLA's kernels, which the model ranks badly, it starts
+   with the default and random configs. `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs
+   in a child process, which checks its results against float64 and times it briefly.
 2. *Final*: the best few candidates and the default take turns for longer, on fresh inputs.
 3. *Confirmation*: the winner and the default take turns once more, on other inputs and at lengths that the search
-   never used. The reported gain (default's time / winner's time) and its interval come from this stage.
+   never used. The reported gain (default's time / winner's time) and the gain's interval come from this stage.
 
 The tuner saves every answer as it arrives (build/tune/), so Ctrl-C or a kill costs only the running candidate. A
 finished search appends one record to evidence/ and writes one row to the table of `attention/tuned.py`. The row holds
-the winning config, which may be the default, and points at the record. The tuner then deletes the saved answers, so the
+the winning config, which may be the default, and points to the record. The tuner then deletes the saved answers, so the
 next search measures everything again.
 """
 
@@ -42,9 +42,10 @@ LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
 also lie above 1."""
 WORST_ELSEWHERE = 0.95
-"""Minimum speed of the winner at a held-out length, as a share of the default's speed."""
+"""Minimum gain at every held-out length for which the winner replaces the default. The winner may be slightly slower
+than the default at these lengths."""
 MOST_S, MOST_GIB = 1e9, 1e9
-"""Largest accepted limits, in seconds and GiB. Larger values overflow a queue's timeout or a system resource limit."""
+"""Largest accepted limits, in seconds and GiB. Larger values would overflow a queue's timeout or a resource limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ class Budget:
         quick: timed calls per candidate in the search.
         finalists: number of candidates in the final, not counting the default.
         rounds: turns per contender in the final and in the confirmation.
-        limit_s: seconds that the child may take per answer, compilation included.
-        memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None is nine tenths of the machine's.
+        limit_s: seconds that the child process may take per answer, compilation included.
+        memory_gib: host memory that the child process may hold, in GiB. 0 means no limit, and None means nine tenths of
+            the machine's memory.
         seed: seed of the search and of the random inputs.
         method: search method, a key of METHODS.
     """
@@ -99,7 +101,7 @@ class Task:
     spec: AttentionSpec
     shapes: Shapes
     named: str = ""
-    """Import path "module:attribute" of the kernel; if empty, the worker looks up the kernel's name in the table."""
+    """Import path "module:attribute" of the kernel; if empty, the worker looks up the kernel by its name."""
 
     def request(self, config: Mapping[str, Any], **how: Any) -> dict[str, Any]:
         """Build the request that asks the worker to run `config` on the task's call; `how` adds rounds and seed."""
@@ -170,7 +172,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         lengths), "candidates", "rank_correlation", and "replayed" (number of answers that the journal already held).
 
     Raises:
-        Failed: the default does not run or is wrong, or the confirmation could not time default and winner.
+        Failed: the default does not run or gives wrong results, or the confirmation could not time default and winner.
         ValueError: the journal belongs to another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
@@ -208,7 +210,7 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
     """Return every candidate tried, the default first, each with its estimate, quick time or error, and parents.
 
     Raises:
-        Failed: the default does not run or is wrong; nothing else is tried then.
+        Failed: the default does not run or gives wrong results. Nothing else is tried then.
     """
     space = [asdict(c) for c in task.kernel.search_space(task.spec, task.shapes)]
     default = asdict(task.kernel.default_config(task.spec, task.shapes))
@@ -228,7 +230,7 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
         result = answer["error"] or f"{1e3 * quick_s:.2f} ms"
         said(f"{len(tried)}/{min(budget.candidates, len(space))} {proposal.origin}: {config}: {result}")
         if len(tried) == 1 and answer["error"]:
-            raise Failed(f"the default of {task.kernel.name} fails on {task.name}: {answer['error']}")
+            raise Failed(f"the default config of {task.kernel.name} fails on {task.name}: {answer['error']}")
         return quick_s
 
     for _ in METHODS[budget.method](space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
@@ -255,7 +257,7 @@ def _first(
 def _take_turns(
     task: Task, entries: list[dict], budget: Budget, book: Journal, child: Child, first_seed: int
 ) -> list[tuple[dict, list[float]]]:
-    """Time one call of every entry per round, on fresh inputs; return (entry, samples) of entries without an error."""
+    """Time one call of every entry per round, on fresh inputs; return (entry, samples) for entries without errors."""
     taken: list[tuple[dict, list[float]]] = [(entry, []) for entry in entries]
     for number in range(budget.rounds):
         seed = budget.seed + first_seed + 10 * number
@@ -265,10 +267,10 @@ def _take_turns(
 
 
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
-    """Time winner and default in turns; return the gain on fresh inputs, its interval, the gains at held-out lengths.
+    """Time winner and default in turns; return the gain on fresh inputs, its interval, and gains at held-out lengths.
 
-    If a gain or the interval is below its limit, the result also holds "winner", the default's config, and "refused",
-    the config of the argument `winner`.
+    If a gain or the interval is below its limit, the default wins: "winner" in the result is the default's config, and
+    "refused" is the config of the argument `winner`.
     """
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
@@ -281,7 +283,7 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
             interval = measure.ratio_interval(turns[0][1], turns[1][1])
     gain = gains.pop("")
     if gain is None:
-        raise Failed(f"default and winner of {task.name} could not be timed in turns")
+        raise Failed(f"the default config or the winner of {task.name} failed when both were timed in turns")
     holds = (
         gain >= LEAST_GAIN and interval[0] > 1 and all(g is not None and g >= WORST_ELSEWHERE for g in gains.values())
     )
@@ -290,8 +292,10 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
 
 
 def rank_correlation(tried: Iterable[Mapping[str, Any]], first: str, second: str) -> float | None:
-    """Return Spearman's rank correlation over candidates that have both values; None if fewer than three have, or if
-    one of the values is constant."""
+    """Return Spearman's rank correlation of two values over the candidates that have both.
+
+    Returns None if fewer than three candidates have both, or if either value is the same for all of them.
+    """
     pairs = [(t[first], t[second]) for t in tried if t[first] is not None and t[second] is not None]
     if len(pairs) < 3:
         return None

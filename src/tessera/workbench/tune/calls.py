@@ -12,7 +12,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.core.shapes import ceil_div
 
 CHECKED_ROWS = 6
-"""Query rows of a timed call to recompute in float64, the first and the last among them."""
+"""Number of query rows of a timed call to recompute in float64, including the first and the last."""
 
 
 class Call(NamedTuple):
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
-    """Draw a call's inputs; the queries have the last positions of the keys. A sparse call also gets lists of tiles."""
+    """Draw a call's inputs. The queries are at the end of the keys. A sparse call also gets lists of tiles."""
     s, rng = shapes, np.random.default_rng(seed)
 
     def numbers(*size):
@@ -45,7 +45,7 @@ def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
 
 
 def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Selection:
-    """Draw a list per query tile: its last visible tile, and as many other random visible tiles as fit."""
+    """Draw a list per query tile: the last visible key tile, and as many other random visible key tiles as fit."""
     s = shapes
     rows = ceil_div(s.num_queries, spec.query_tile)
     tiles = np.zeros((s.batch, s.num_kv_heads, rows, s.capacity), np.int32)
@@ -60,7 +60,7 @@ def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Sele
 
 
 def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str | None:
-    """Compare a few rows of a kernel's result with float64; return the first fault in words, or None.
+    """Compare a few rows of a kernel's result with float64; return a description of the first fault, or None.
 
     For the role "score", check the masses too.
     """
@@ -77,7 +77,7 @@ def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str 
         ):
             error = np.abs(np.asarray(got, np.float64) - want).max()
             if not error <= limit:
-                return f"{name} of row {row} is off by {error:.3g}, allowed {limit:.3g}"
+                return f"{name} of row {row} is off by {error:.3g}; allowed: {limit:.3g}"
     if role == "score":
         return _mass_fault(spec, call, np.asarray(out.mass, np.float64))
     return None
@@ -99,7 +99,7 @@ def row_call(spec: AttentionSpec, call: Call, row: int) -> oracle.Call:
 
 
 def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None:
-    """Return the first fault of the masses in words, or None.
+    """Return a description of the first fault of the masses, or None.
 
     Every row adds probability 1 to its query tile, so a query tile's masses sum to its number of rows. The last query
     tile is also compared with the oracle, key tile by key tile.
@@ -109,15 +109,15 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
     error = np.abs(mass.sum(-1) - sizes).max()
     limit = 2e-2 * sizes.max()
     if not error <= limit:
-        return f"masses of a query tile sum to {error:.3g} more or less than its number of rows, allowed {limit:.3g}"
+        return f"the sum of a query tile's masses differs from its number of rows by {error:.3g}; allowed: {limit:.3g}"
     first = (len(sizes) - 1) * spec.query_tile
     rows = [oracle.attend(row_call(spec, call, row)).mass[:, :, 0] for row in range(first, num_queries)]
     error = np.abs(mass[:, :, -1] - sum(rows)).max()
-    return None if error <= limit else f"mass of the last query tile is off by {error:.3g}, allowed {limit:.3g}"
+    return None if error <= limit else f"a mass of the last query tile is off by {error:.3g}; allowed: {limit:.3g}"
 
 
 def held_out(shapes: Shapes, factors: Sequence[float] = (0.5, 1.5)) -> list[Shapes]:
-    """Return the call's shapes at other lengths, where the winner is compared with the default."""
+    """Return the call's shapes at other lengths, at which the winner is also compared with the default."""
     found = []
     for factor in factors:
         keys = max(round(shapes.num_keys * factor), 2)

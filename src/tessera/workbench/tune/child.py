@@ -12,7 +12,7 @@ START_S = 300.0
 
 
 class Child(Worker):
-    """Measures candidates, each within `limit_s` seconds, in a worker that may hold `memory_bytes`."""
+    """Worker process that measures candidates, with `limit_s` seconds per answer and `memory_bytes` bytes of memory."""
 
     def __init__(self, *, limit_s: float, memory_bytes: int, paths: Sequence[str] = ()):
         path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -21,7 +21,7 @@ class Child(Worker):
         self.limit_s = limit_s
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the worker's answer. If the worker ends, or stays silent past the limit, the answer holds an error."""
+        """Return the worker's answer, or an answer with an error if the worker ends or stays silent past the limit."""
         try:
             return super().ask(request, self.limit_s)
         except Ended as end:

@@ -1,9 +1,9 @@
-"""Search a finite space by a small genetic algorithm that tries nothing twice; independent of kernels and clocks.
+"""Search a finite space with a small genetic algorithm that tries nothing twice and knows nothing about kernels.
 
-Genomes are dicts of a Config's fields. The search first tries the seeds that it is given, then breeds: it picks two
-parents by tournament, takes each field of the child from one of them at random, and moves one field to a neighbouring
-value or leaves it. It discards a child that is outside the space or already known. The random
-seed and the results of the evaluations decide the search, so a killed search resumes by replaying the saved results.
+Genomes are dicts of a Config's fields. The search first tries the given proposals, then breeds: it picks two parents by
+tournament, takes each field of the child from one of them at random, and moves one field to a neighbouring value or
+leaves it. It discards a child that is outside the space or already known. The random seed and the results of the
+evaluations decide the search, so a killed search resumes by replaying the saved results.
 """
 
 import random
@@ -40,7 +40,8 @@ def evolve(
     Args:
         space: every genome that may be tried.
         seeds: proposals to try first, in this order.
-        fitness: evaluates a proposal; less is better, and None is a failure, which breeds no children.
+        fitness: function that evaluates a proposal. A lower result is better. None means that the proposal failed, so
+            it breeds no children.
         budget: maximum number of evaluations.
         population: number of the best candidates that may become parents.
         seed: seed of the random choices.
@@ -84,7 +85,7 @@ def _breed(parents, genomes, values, members, known, rng: random.Random) -> Prop
 
 
 def values_of(space: Sequence[Genome]) -> dict[str, list[Any]]:
-    """Return the values that each field takes anywhere in the space, in order."""
+    """Return the values that each field takes anywhere in the space, sorted."""
     return {name: sorted({g[name] for g in space}, key=_order) for name in space[0]}
 
 

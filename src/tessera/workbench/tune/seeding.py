@@ -3,10 +3,9 @@
     seconds = scores x 4 H / RATE + steps x STEP_S          (H: head dim; 4 H flops per score)
 
 The estimate counts the scores of whole blocks, so a large block wastes more above the diagonal and at the ends of
-lists, while a small one takes more steps. Only the order of the estimates is used, so RATE and STEP_S need not be
-exact: they set how many scores cost as much as one step.
-The model ignores caches. Its ranking is wrong on a CPU, and the tuner does not use it there. The record of every search
-holds the rank correlation of estimates and times.
+lists, while a small block takes more steps. Only the order of the estimates is used, so RATE and STEP_S need not be
+exact: they set how many scores cost as much as one step. The model ignores caches. Its ranking is wrong on a CPU, so
+the tuner does not use it there. The record of every search holds the rank correlation of estimates and times.
 """
 
 from typing import Any

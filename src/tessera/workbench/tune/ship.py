@@ -42,7 +42,7 @@ def failed(task: Task, error: Exception, command: str) -> evidence.Record:
 
 
 def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
-    """Return the record's key: the tuned call, and the config found for it."""
+    """Return the `what` field for the search's record: the tuned call, and the config found for it."""
     s = task.shapes
     size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
     title = f"{size}, tile {task.spec.tile}" if task.kernel.role == "sparse" else size
@@ -52,8 +52,11 @@ def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
 
 
 def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path) -> tuned.Row:
-    """Build the table's row. It covers calls with the same dtype, head dim, groups and tiles, and with lengths within a
-    factor of two."""
+    """Build the table's row.
+
+    It covers calls with the same dtype, head dim, groups and tiles, lengths within a factor of two, and at most twice
+    the batch.
+    """
     found_measures = tuned.measures(task.spec, task.shapes)
     decode = task.kernel.phase == "decode"
     exact = ["dtype", "head_dim", "groups"] + (["kv_heads"] if decode else [])
@@ -74,7 +77,7 @@ def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path)
 
 
 def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, table: Path | None = None) -> int:
-    """Tune one catalogue workload, show progress, and store the record and the row.
+    """Tune one catalogue workload, show progress, and store the record and the row. Return exit code 0.
 
     Args:
         out: file of the record; evidence/tune-<device>.jsonl if None.
@@ -82,7 +85,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
     Raises:
         ValueError: the workload is unknown, the journal belongs to another search, or the method's library is missing.
-        tune.Failed: the default does not run, or the winner could not be confirmed; `out` gets a record of the error.
+        tune.Failed: the default fails, or default and winner could not be timed; `out` gets a record of the error.
     """
     from rich.console import Console
 
@@ -113,7 +116,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
 
 def command(workload: str, role: str, budget: Budget) -> str:
-    """Return the command that repeats a search. It gives candidates, seed, and all options that are not default."""
+    """Return the command that repeats a search: candidates, seed, and all options that differ from their defaults."""
     given = {"candidates": budget.candidates, "seed": budget.seed}
     given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
@@ -121,7 +124,7 @@ def command(workload: str, role: str, budget: Budget) -> str:
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:
-    """Print the winner, its gain and interval, and the rank correlations between estimates and times."""
+    """Print the winner, its gain and the gain's interval, and the rank correlations of estimates and times."""
     if found["winner"] == found["default"]:
         refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
         console.print(f"the default stays: {found['default']}{refused}")

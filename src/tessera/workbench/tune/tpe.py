@@ -1,9 +1,9 @@
-"""Search by Optuna's tree-structured Parzen estimator, with the arguments and guarantees of `search.evolve`.
+"""Search with Optuna's tree-structured Parzen estimator, in place of the genetic algorithm of `search.evolve`.
 
-Every field is a parameter. A numeric field is the index into its sorted values, so that neighbours count as near; any
-other field is a category. The seeds come first. A suggestion outside the space or already known never gets a result;
-Optuna's constant-liar option makes the sampler avoid such open trials. A failed candidate counts as pruned, worse than
-all candidates that ran.
+Every field is a parameter. A numeric field is an index into its sorted values, so that neighbouring values count as
+near; any other field is a category. The given proposals come first. A suggestion that is outside the space or already
+known never gets a result, and Optuna's constant-liar option makes the sampler avoid these open trials. A failed
+candidate counts as pruned, which is worse than every candidate that ran.
 """
 
 import random
@@ -25,7 +25,7 @@ def suggest(
 ) -> Iterator[tuple[Proposal, float | None]]:
     """Evaluate up to `budget` different members of the space and yield each with its fitness.
 
-    `seed` and the results of the evaluations decide the search. The arguments are those of `search.evolve`.
+    `seed` and the results of the evaluations decide the search. See `search.evolve` for the arguments.
 
     Raises:
         ValueError: Optuna is not installed.

@@ -1,4 +1,4 @@
-"""Run candidates in a child process: a crash, a hang or too much memory ends this process, but not the tuner.
+"""The tuner's child process, which runs candidates: a crash, a hang or too much memory ends it, but not the tuner.
 
 Requests and answers are lines of JSON. A request names a kernel (a name in the table, or "module:attribute"), a call
 and a config. The answer holds seconds per call, or the error. The worker compiles, checks the result of a warm-up call,
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel with this name in the table; "module:attribute" names a kernel to import instead."""
+    """Return the kernel with this name in the table of kernels; "module:attribute" names a kernel to import instead."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute) if attribute else programs.kernel_named(name)
 
@@ -65,7 +65,10 @@ def program_of(request: dict) -> Program:
 
 
 def measure(request: dict) -> dict:
-    """Time `rounds` calls after one warm-up call; return each call's seconds and the compile seconds, or a fault."""
+    """Time `rounds` calls after one warm-up call; return their seconds and the compile seconds.
+
+    If a result is wrong, return an error in place of the calls' seconds.
+    """
     program = program_of(request)
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
