@@ -129,7 +129,10 @@ def test_all_processes_end_when_one_does(start, sent, to, status, words):
         (["--coordinator", "localhost", "--processes", "2", "--process", "0"], "must be HOST:PORT, like 10.0.0.1:7000"),
         (["--coordinator", "h:7000", "--processes", "1", "--process", "0"], "--processes 1 must be at least 2"),
         (["--coordinator", "h:7000", "--processes", "2", "--process", "2"], "--process 2 must be between 0 and 1"),
-        (["--coordinator", "{}", "--processes", "2", "--process", "1"], "process 0 did not answer .* within 0.5 s: start"),
+        (
+            ["--coordinator", "{}", "--processes", "2", "--process", "1"],
+            "process 0 did not answer .* within 0.5 s: start",
+        ),
         (["--coordinator", "{}", "--processes", "3", "--process", "0"], "1, 2 of 3 did not connect"),
     ],
 )

@@ -338,7 +338,9 @@ def test_refusals(folder, tmp_path):
         tessera.load(folder, weights="int8", cache="int4")
     with pytest.raises(ValueError, match="is a folder: pass 'int8'"):
         tessera.load(folder, weights="gguf")
-    with pytest.raises(ValueError, match=r"multiple of 32 inputs, but mlp.down_proj.weight has 48: pass weights='int4'$"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 32 inputs, but mlp.down_proj.weight has 48: pass weights='int4'$"
+    ):
         tessera.load(save_tiny(tmp_path / "narrow"), weights="int4-g32")
     import gguf
 
