@@ -302,7 +302,7 @@ HOSTILE = {
     "absurd key": ({"entries": [struct.pack("<Q", HUGE) + b"x"]}, "more than 65536"),
     "absurd text": ({"entries": [entry("a", 8, struct.pack("<Q", HUGE))]}, "ends inside"),
     "absurd list of numbers": ({"entries": [entry("a", 9, struct.pack("<IQ", 10, HUGE))]}, "ends inside"),
-    "absurd list of texts": ({"entries": [entry("a", 9, struct.pack("<IQ", 8, HUGE))]}, "texts"),
+    "absurd list of texts": ({"entries": [entry("a", 9, struct.pack("<IQ", 8, HUGE))]}, "strings"),
     "texts longer than the file": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, HUGE))]}, "ends inside"),
     "a list of lists": ({"entries": [entry("a", 9, struct.pack("<IQ", 9, 1) * 1000)]}, "list of lists"),
     "unknown metadata type": ({"entries": [entry("a", 99, b"")]}, "unknown type 99"),

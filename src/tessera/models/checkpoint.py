@@ -69,8 +69,8 @@ Tensor = tuple[jax.Array | Quantised, int | None]
 
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-"""Pattern of a hub id. A name that does not match, or that ends in .gguf, is taken as a path, so that a mistyped path is
-not looked up on the hub."""
+"""Pattern of a hub id. A name that does not match, or that ends in .gguf, is taken as a path, so that a mistyped path
+is not looked up on the hub."""
 RETRY = "correct config.json, or download the model again"
 
 
