@@ -77,8 +77,8 @@ class Pages:
             raise ValueError(f"{count=} must not be negative")
         if count > len(self._free):
             raise OutOfPages(
-                f"{count} pages of {self.page} positions are needed, but of {self.size - 1} pages, {len(self._free)} "
-                f"are free and {len(self._cached)} cached: evict cached pages or wait for a request to end"
+                f"{count} pages of {self.page} positions are needed, but only {len(self._free)} of {self.size - 1} are "
+                f"free ({len(self._cached)} are cached): evict cached pages or wait for a request to end"
             )
         taken = [self._free.popleft() for _ in range(count)]
         for page in taken:
@@ -86,7 +86,7 @@ class Pages:
         return taken
 
     def seal(self, pages: Iterable[int]) -> None:
-        """Make active pages read-only, so that they can be shared and cached. Pages that are sealed already stay so."""
+        """Make active pages read-only, so that they can be shared and cached. Sealed pages stay sealed."""
         for page in self._all(pages, lambda page: self._count[page], "seal", "it is not in use"):
             self._sealed[page] = True
 

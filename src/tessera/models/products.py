@@ -24,8 +24,8 @@ from tessera.models import grouped
 from tessera.models.thin import FEW_ROWS, thin
 
 ROUNDED_ROWS = 64
-"""Minimum number of rows at which w8a8 rounds activations. With fewer, reading the weights takes longer than a product
-in floats, so rounding would save no time."""
+"""Minimum number of rows at which w8a8 rounds activations. With fewer rows, reading the weights takes at least as long
+as a float product, so rounding would save no time."""
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
@@ -134,8 +134,8 @@ def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
     """Return x W^T by int8 products, with `count` int8 digits per element of x and one scale per row of x.
 
-    On TPU and GPU, `parts` is the number of devices that share the inputs; see `_by_part`. These devices first agree on
-    the largest element of each row, so that they round to the same integers as a single device would.
+    For `parts`, see `_by_part`. Devices that share the inputs first agree on the largest element of each row, so that
+    they round to the same integers as a single device would.
     """
     num_rows = _num_rows(x)
     if (
