@@ -299,7 +299,7 @@ HOSTILE = {
     "absurd tensor count": ({"counts": (HUGE, 0)}, "tensors"),
     "absurd metadata count": ({"counts": (0, HUGE)}, "metadata entries"),
     "more entries than the file holds": ({"counts": (0, 60000)}, "GGUF"),
-    "absurd key": ({"entries": [struct.pack("<Q", HUGE) + b"x"]}, "more than 65536"),
+    "absurd key": ({"entries": [struct.pack("<Q", HUGE) + b"x"]}, "more than the 65536 allowed"),
     "absurd text": ({"entries": [entry("a", 8, struct.pack("<Q", HUGE))]}, "ends inside"),
     "absurd list of numbers": ({"entries": [entry("a", 9, struct.pack("<IQ", 10, HUGE))]}, "ends inside"),
     "absurd list of texts": ({"entries": [entry("a", 9, struct.pack("<IQ", 8, HUGE))]}, "strings"),

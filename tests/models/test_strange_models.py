@@ -203,7 +203,7 @@ CONFIG_KEYS = [
 def test_config_sizes(folder, key, value):
     edit_json(folder / "config.json", **{key: value})
     said = refusal(folder)
-    assert f"config.json: {key}={repr(value)[:80]} must be" in said
+    assert f"config.json: {key}={repr(value)[:80]} must" in said
     assert ("must fit in 64 bits" if value == 10**400 else "positive integer of at most") in said
     assert len(said) < 400
 

@@ -88,9 +88,7 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
-        raise ValueError(
-            f"model {quoted(str(name))} begins with an unknown home folder: pass the full path"
-        ) from error
+        raise ValueError(f"model {quoted(str(name))} begins with an unknown home folder: pass the full path") from error
     finish_swap(path)
     if path.is_dir() or path.is_file():
         return path

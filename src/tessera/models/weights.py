@@ -200,9 +200,10 @@ def num_parameters(config: ModelConfig) -> int:
 def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | None:
     """Return the form in which `load(weights=name)` stores a weight, for a name in `core.quant.FORMS`; None for floats.
 
-    The matrix that computes logits (the head, or a tied embedding) always takes int8, whatever the name. Its errors go
-    straight into the logits, and in a small model it makes up only a fifth of the bytes that a decoded token reads. An
-    untied embedding stays in floats, because a lookup reads only one row.
+    The matrix that computes logits (the head, or a tied embedding) takes int8 whatever the name. It does not take fewer
+    bits, because its errors go straight into the logits; and it does not stay in floats, because in a small model it is
+    a fifth of the bytes that a decoded token reads. An untied embedding stays in floats, because a lookup reads only
+    one row.
     """
     if name is None or not weight.is_matrix:
         return None
@@ -212,7 +213,7 @@ def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | Non
 
 
 def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ...]]:
-    """Return the logical axes of each array of a `Quantised`, by the array's name; axes are named as in `Weight.axes`."""
+    """Return the logical axes of each array of a `Quantised`, by the array's name; `Weight.axes` has the same names."""
     outputs, inputs = weight.axes
     if not form.group:
         return {"values": (outputs, inputs), "scale": (outputs,), "sample": (None,)}
