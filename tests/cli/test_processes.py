@@ -219,7 +219,7 @@ def test_a_port_in_use_is_refused(offset):
     with socket.socket() as taken:
         taken.bind((host, int(port) + offset))
         taken.listen()
-        words = f"process 0 cannot listen at {host}:{int(port) + offset} .*give --coordinator a free port"
+        words = f"process 0 cannot listen at {host}:{int(port) + offset} .*choose a --coordinator port"
         with pytest.raises(ValueError, match=words):
             join(place(f"{host}:{port}", 2, 0), {}, 1)
 

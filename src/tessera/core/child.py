@@ -145,7 +145,7 @@ class Worker:
 
 
 class Tail(threading.Thread):
-    """Thread that reads a stream to its end and keeps the last three lines. The process that writes never blocks."""
+    """Thread that drains a stream, so that the stream's writer never blocks, and keeps the last three lines."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)

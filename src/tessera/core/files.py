@@ -31,7 +31,7 @@ TEMPORARY = ".tessera-tmp"
 LOCK_S = 0.5
 """Seconds to keep trying to take a lock that another process holds.
 
-To see whether a save is running, `finish_swap` takes the lock for an instant.
+The other process may hold it only for an instant: `finish_swap` takes the lock to see whether a save is running.
 """
 
 
@@ -82,7 +82,7 @@ def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str =
     """Raise an error if a file (or, with `folder`, a folder) cannot be written at this path.
 
     The check writes a temporary file to the nearest existing folder. Call it before a long computation whose result
-    goes to the path. Error messages begin with `flag`, the command-line flag that gives the path.
+    goes to the path. Error messages begin with `flag`, which tells the user where the path was given.
 
     Raises:
         ValueError: the path is a folder instead of a file, or a file instead of a folder.
@@ -161,7 +161,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file; return False if another process holds the lock. Where files have no locks, return True."""
+    """Lock an open file; return False if another process holds the lock. If files cannot be locked, return True."""
     if fcntl is None:
         return True
     try:
@@ -188,7 +188,7 @@ def _is_locked(path: Path) -> bool:
 def remove_left(folder: Path, name: str = "*") -> None:
     """Remove temporary files that killed processes left in this folder.
 
-    `name` is a glob pattern: only temporary files that were to become a file with a matching name are removed.
+    `name` is a glob pattern that limits the removal to files whose final names would match.
     """
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
@@ -209,7 +209,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write the text to a file, atomically replacing what it held; create the file and its folder if needed."""
+    """Write the text to a file, replacing any old content atomically; create the file's folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: write_text(temporary, text))
 
@@ -257,7 +257,7 @@ class Notebook:
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path`; None stores nothing. Runs with equal subjects must have equal results."""
+        """Open the file at `path`; if it is None, store nothing. Runs with equal subjects must have equal results."""
         self.path, self.found = path, {}
         if path is None:
             return

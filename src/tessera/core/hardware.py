@@ -223,9 +223,10 @@ def device_slug() -> str:
 
 
 def gpu_capability() -> str | None:
-    """Return the compute capability of JAX's first GPU, such as "9.0"; None without a GPU, "none" if JAX knows none.
+    """Return the compute capability of JAX's first GPU, such as "9.0"; None without a GPU.
 
-    Vendors other than NVIDIA use other formats. Never call this at import, because it initialises JAX's devices.
+    Vendors other than NVIDIA use other formats; for a GPU without a compute capability, return "none". Never call this
+    at import, because it initialises JAX's devices.
     """
     import jax
 

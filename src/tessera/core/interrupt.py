@@ -47,7 +47,7 @@ class Handler:
         taken: a loop has seen the flag, so the command is ending by itself, and the deadlines no longer apply.
         raised: KeyboardInterrupt is propagating in the main thread; the deadlines still apply.
         told: the command has printed that it was interrupted.
-        eager: at a Ctrl-C, the signal handler raises KeyboardInterrupt at once instead of only setting `heard`.
+        eager: on Ctrl-C, the signal handler raises KeyboardInterrupt at once instead of only setting `heard`.
     """
 
     def __init__(self):
@@ -197,7 +197,7 @@ def forget() -> None:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed in the block.
+    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed while the block runs.
 
     Use this only for waits: an interrupted wait leaves no work half done.
     """

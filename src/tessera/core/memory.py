@@ -21,7 +21,7 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: str) -> None:
-    """Raise MemoryError if `num_bytes` on each device are more than the device has free.
+    """Raise MemoryError if a device has less than `num_bytes` of free memory.
 
     Args:
         num_bytes: bytes needed on each device.
@@ -72,7 +72,7 @@ def _host_free_bytes() -> int | None:
 
 
 def _process_free_bytes() -> int | None:
-    """Return the bytes left under the limit on this process's address space (ulimit -v); None if there is none."""
+    """Return the bytes left under the limit on this process's address space (ulimit -v); None without a limit."""
     statm = Path("/proc/self/statm")
     if not statm.is_file():
         return None

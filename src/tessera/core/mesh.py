@@ -111,7 +111,7 @@ def check(
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh over the first heads x context of `devices`; None means all devices of all processes."""
+    """Return a mesh over the first heads x context of `devices`, which default to the devices of all processes."""
     devices = jax.devices() if devices is None else devices
     count = shape.heads * shape.context
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -34,7 +34,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Place(NamedTuple):
-    """This process's number, the number of all processes, and the address where they meet.
+    """This process's number, how many processes there are, and where process 0 listens.
 
     Attributes:
         host, port: where process 0 listens.
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 def place(coordinator: str, count: int, index: int) -> Place:
-    """Return the place that the flags --coordinator, --processes and --process describe.
+    """Return the `Place` that the flags --coordinator, --processes and --process describe.
 
     Raises:
         ValueError: the address is not HOST:PORT, `count` is below 2, or `index` is not between 0 and count - 1.
@@ -80,7 +80,7 @@ class Lifeline:
             threading.Thread(target=self._listen, args=(index, peer), daemon=True, name=f"process-{index}").start()
 
     def leave(self, status: int) -> None:
-        """Tell the other processes how this one ended, and let Python exit without JAX's shutdown.
+        """Tell the other processes how this one ended, and make Python skip JAX's shutdown when it exits.
 
         `status` is this process's exit code. If it is 0, wait up to LEAVE_S seconds until the other processes are done,
         too. Process 0, which runs JAX's service, waits until they have exited, because JAX aborts a process that
@@ -312,8 +312,8 @@ def _listener(place: Place) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(
-            f"process 0 cannot listen at {place.host}:{place.port} ({error.strerror}): give --coordinator a free port "
-            "followed by another free port"
+            f"process 0 cannot listen at {place.host}:{place.port} ({error.strerror}): choose a --coordinator "
+            "port such that it and the next port are free"
         ) from error
     listener.listen(place.count)
     return listener

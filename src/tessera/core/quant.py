@@ -214,7 +214,7 @@ def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) ->
 
 @cache
 def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
-    """Return the bytes of a quantised matrix [outputs,inputs], in which four-bit values take half a byte."""
+    """Return the bytes of a quantised matrix [outputs,inputs], scales included; a four-bit value takes half a byte."""
     return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))
 
 
