@@ -336,7 +336,7 @@ def test_refusals(folder, tmp_path):
         tessera.load(folder, weights="int8,int4", cache="int8")
     with pytest.raises(ValueError, match="cache='int4' must be 'int8', or None"):
         tessera.load(folder, weights="int8", cache="int4")
-    with pytest.raises(ValueError, match="is a folder: pass 'int8'"):
+    with pytest.raises(ValueError, match="is a folder: pass weights='int8'"):
         tessera.load(folder, weights="gguf")
     with pytest.raises(
         ValueError, match=r"multiple of 32 inputs, but mlp.down_proj.weight has 48: pass weights='int4'$"
@@ -350,7 +350,7 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match=r"up_proj.weight in .* is Q5_0: pass weights='int8'"):
         tessera.load(path, weights="gguf")
     plain = write_gguf(tmp_path / "y.gguf", *tiny_model(256, hidden=64))
-    with pytest.raises(ValueError, match="holds only floats: pass 'int8'"):
+    with pytest.raises(ValueError, match="holds only floats: pass weights='int8'"):
         tessera.load(plain, weights="gguf")
     params = load_params(folder, WIDE, weights="int8", stacked=True)
     with pytest.raises(ValueError, match="quantised weights cannot be trained"):

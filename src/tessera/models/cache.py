@@ -30,6 +30,8 @@ INT8_MAX = 127
 class Cache(NamedTuple):
     """Keys and values of every layer, each a tuple over layers (unrolled layers) or one stacked array (lax.scan).
 
+    A one-layer cache holds that layer's arrays.
+
     Attributes:
         k, v: [B,K,S,H] per layer; in a paged cache, pools of P pages, [P,K,page,H]. Stacked arrays have a leading L.
         scales: scales of the keys (index 0) and values (index 1) of an int8 cache, [B,K,2,S] per layer, or
@@ -49,11 +51,11 @@ class Cache(NamedTuple):
         return cls(*(None if parts[0] is None else parts for parts in arrays), pages=pages[0])
 
     def layer(self, index: int) -> "Cache":
-        """Return the cache of one layer of a cache whose arrays are tuples over layers."""
+        """Return layer `index` as a one-layer cache; this cache's arrays must be tuples over layers."""
         return Cache(*(None if part is None else part[index] for part in self[:3]), pages=self.pages)
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
-        """Return this one-layer cache, or with `at` = (index,) that layer of a stacked cache, as kernels read it."""
+        """Return this one-layer cache in the form that kernels read; `at` = (index,) selects a layer if stacked."""
         return KeyValues(self.k[at], self.v[at], self.pages, None if self.scales is None else self.scales[at])
 
     @property
@@ -104,9 +106,9 @@ def extend(
 ) -> Cache:
     """Write T new keys and values per sequence, from position q_start on; for an int8 cache, quantise them first.
 
-    Stored keys and values before q_start are neither read nor changed. For `layer` and `stripe`, which is for float
-    caches only, see `append`. A paged cache needs q_len, the number of new positions per sequence that are not padding;
-    see `append_pages`.
+    Stored keys and values before q_start are neither read nor changed. `layer` and `stripe` are as in `append`; only
+    float caches support `stripe`. A paged cache needs q_len, the number of new positions per sequence that are not
+    padding; see `append_pages`.
     """
     if cache.pages is not None:
         if q_len is None:

@@ -29,7 +29,7 @@ LONGEST_REASON = 300
 
 
 class Renderer:
-    """Worker process that renders templates. It starts at the first call and ends when this object is deleted."""
+    """Worker process that renders templates. It starts at the first rendering and ends when this object is deleted."""
 
     def __init__(self):
         self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)

@@ -184,7 +184,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
-    """Read a Hugging Face config, with keys of older or newer versions of transformers, into a ModelConfig.
+    """Read a Hugging Face config, whose keys may have their older or newer names, into a ModelConfig.
 
     Args:
         raw: contents of config.json.

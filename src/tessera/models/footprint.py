@@ -65,7 +65,7 @@ CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Shape of a mesh: `heads` devices split every axis in SPLIT_AXES, and `context` devices split each head's keys."""
+    """Shape of a mesh: axes in SPLIT_AXES are split over `heads` devices, each head's keys over `context` devices."""
 
     heads: int = 1
     context: int = 1
@@ -83,7 +83,9 @@ ONE_DEVICE = Division()
 
 
 def divide(config: ModelConfig, devices: int) -> Division:
-    """Choose the mesh that `load` builds for this many devices: heads = gcd(KV heads, devices), context = the rest.
+    """Choose the shape of a mesh of this many devices, as `load` does.
+
+    heads = gcd(KV heads, devices), context = devices / heads.
 
     Raises:
         ValueError: `devices` is less than 1, or `load` would refuse this mesh (`core.mesh.check`).

@@ -203,7 +203,8 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
         num_tensors, num_entries = header.number("Q", "the tensor count"), header.number("Q", "the metadata count")
         if max(num_tensors, num_entries) > MAX_ENTRIES:
             raise header.error(
-                f"it claims {num_tensors} tensors and {num_entries} metadata entries, more than {MAX_ENTRIES}"
+                f"it claims {num_tensors} tensors and {num_entries} metadata entries, but at most {MAX_ENTRIES} of "
+                f"each are allowed"
             )
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
@@ -268,7 +269,7 @@ def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: i
 
 
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield these rows and columns dequantised to float32, several rows at a time, with their numbers in the file."""
+    """Yield these rows and columns dequantised to float32, several rows at a time, with their file row numbers."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]

@@ -36,7 +36,7 @@ def read_stored(
 
     A yielded tuple holds the row numbers, values int8 [M,n,32], scales float16 [M,n], and zero points [M,n] or None.
 
-    Row numbers follow Hugging Face's order, as in `read_gguf_rows`. The columns must be whole blocks of 32 inputs.
+    The row numbers follow Hugging Face's order, as in `read_gguf_rows`. The columns must be whole blocks of 32 inputs.
 
     Raises:
         ValueError: the file was cut short, or a scale or zero point is not finite.

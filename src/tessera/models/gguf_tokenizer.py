@@ -182,12 +182,15 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """List the pairs of pieces in merge order, as transformers does: the best-scored merged piece comes first."""
+    """List the pairs of pieces in merge order, as transformers does: the pair whose merged piece scores best first."""
     pieces = {
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }
     if sum(len(piece) ** 2 for piece in pieces) > MAX_SPLIT_WORK:
-        raise ValueError("tokenizer.ggml.tokens holds pieces that are too long: their squared lengths exceed 2 ** 32")
+        raise ValueError(
+            f"tokenizer.ggml.tokens holds pieces that are too long: the sum of their squared lengths must be at most "
+            f"{MAX_SPLIT_WORK:,}"
+        )
     found = []
     for piece, index in pieces.items():
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -212,7 +215,7 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
-    """Add special and user-defined tokens to the backend, and make it put bos and eos around texts if the file asks.
+    """Add special and user-defined tokens to the backend, and make it put bos and eos around texts if the file says so.
 
     Return the special tokens by role.
     """

@@ -70,7 +70,7 @@ def linear(x: Float[Array, "... D"], weight: Array | Quantised, bias: Array | No
 
 
 def matmul(x: Float[Array, "... D"], weight: Array | Quantised) -> Float[Array, "... E"]:
-    """Return x W^T in float32, for W [E,D]. On CPU, x of a few rows (decode) takes a path that is faster than XLA's."""
+    """Return x W^T in float32, for W [E,D]. On CPU, a few rows (decode) take a faster path than XLA's own product."""
     if isinstance(weight, Quantised):
         return product(x, weight)
     if math.prod(x.shape[:-1]) > FEW_ROWS:

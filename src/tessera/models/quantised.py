@@ -48,13 +48,15 @@ def check_split(config: ModelConfig, weights: str | None, heads: int = 1) -> Non
 
 def _check_kept(stored: Mapping[str, GgufTensor], config: ModelConfig, source: Path, heads: int) -> None:
     if not source.is_file():
-        raise ValueError(f"weights='gguf' keeps the blocks of a GGUF file, but {source} is a folder: pass 'int8'")
+        raise ValueError(
+            f"weights='gguf' keeps the blocks of a GGUF file, but {source} is a folder: pass weights='int8'"
+        )
     matrices = {name: tensor for name, tensor in stored.items() if len(tensor.shape) == 2}
     for name, tensor in matrices.items():
         check_stored_type(name, tensor)
     kept = stored_kinds(stored)
     if not kept:
-        raise ValueError(f"weights='gguf' keeps quantised blocks, but {source} holds only floats: pass 'int8'")
+        raise ValueError(f"weights='gguf' keeps quantised blocks, but {source} holds only floats: pass weights='int8'")
     for weight in layer_weights(config):
         parts = input_parts(weight, heads) if weight.is_matrix else 1
         blocks = any(layer_name(index, weight) in kept for index in range(config.num_layers))

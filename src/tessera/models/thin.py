@@ -16,7 +16,8 @@ FEW_ROWS = 4
 """Maximum number of rows for which a product on CPU takes no longer than reading the matrix."""
 BLOCKS = 4
 NARROW_ROWS = 8
-"""Minimum number of rows if their elements have fewer than 32 bits; fewer are padded, as eight take as long as one."""
+"""Minimum number of rows of x if its elements have fewer than 32 bits. Fewer rows are padded, because eight take as
+long as one."""
 
 
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:

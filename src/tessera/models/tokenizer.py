@@ -108,7 +108,7 @@ class Tokenizer:
         Args:
             text: any text.
             add_special: add the tokens that the model expects around a text (often a leading bos).
-            parse_special: parse the names of special tokens in the text, such as "<|user|>", as special tokens, as
+            parse_special: turn the names of special tokens in the text, such as "<|user|>", into these tokens, as
                 transformers does. False treats every character as text (for documents and quoted chats).
         """
         self.backend.encode_special_tokens = not parse_special
@@ -170,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
-        """Copy of the backend that removes MARK from a text after it has searched the text for special tokens."""
+        """Copy of the backend that first searches a text for special tokens and then removes MARK from the text."""
         raw = json.loads(self.backend.to_str())
         for token in raw["added_tokens"]:
             token["normalized"] &= not token["special"]  # find special tokens before MARK is removed
@@ -182,7 +182,7 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike) -> None:
         """Write tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja to a folder.
 
-        The files have the format that transformers reads. Either all are written or none. Tokenizer files from an
+        The files have the format that transformers reads. Either all files are written or none. Tokenizer files from an
         earlier save are removed; the folder's other files stay.
         """
         with replace_folder(Path(folder), outdated=FILES.__contains__) as new:
@@ -294,7 +294,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list
 
 
 def _plain_size(data: Any) -> int:
-    """Return the length of `data` as JSON; raise ValueError unless it is plain JSON data that can be UTF-8.
+    """Return the length of `data` as JSON; raise ValueError unless it is plain JSON data in valid UTF-8.
 
     A chat template is untrusted code and must not get objects with methods.
     """

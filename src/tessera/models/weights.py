@@ -176,7 +176,7 @@ def abstract_params(
 
 
 def device_bytes(params: Params) -> int:
-    """Return the number of bytes of these weights that each device of their mesh holds; they may be abstract."""
+    """Return the number of bytes that each device of a mesh holds of these weights, which may be abstract."""
 
     def held(leaf: Array | jax.ShapeDtypeStruct) -> int:
         return num_bytes(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))
@@ -227,10 +227,10 @@ def input_parts(weight: Weight, heads: int) -> int:
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Initialise stacked weights: norms to one, biases to zero, matrices to normal values of deviation n ** -0.5.
+    """Initialise stacked weights: norms to one, biases to zero, matrices to random normal values.
 
-    n is the matrix's number of inputs. A matrix with `Weight.residual` is then multiplied by (2 L) ** -0.5. Models with
-    a smaller standard deviation never learned to copy (LOG.md).
+    The standard deviation is n ** -0.5, where n is the matrix's number of inputs, and (2 L) ** -0.5 times as much for a
+    matrix with `Weight.residual`. Models with smaller initial values never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5
