@@ -188,7 +188,7 @@ def _is_locked(path: Path) -> bool:
 def remove_left(folder: Path, name: str = "*") -> None:
     """Remove temporary files that killed processes left in this folder.
 
-    `name` is a glob pattern that limits the removal to files whose final names would match.
+    `name` is a glob pattern that limits the removal to files with matching final names.
     """
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]

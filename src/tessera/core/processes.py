@@ -2,8 +2,8 @@
 
 Process 0 listens at HOST:PORT. The others connect, send digests of their arguments (`facts`), and receive a verdict:
 whether all agree. Only then does JAX start its own service at PORT + 1, because that service aborts a process that
-waits too long and takes seconds to notice a process that died. The connections stay open. When a process is killed, the
-system closes its connections; the others notice at once, print one sentence and exit.
+waits too long, and needs seconds to notice that a process died. The connections stay open. When a process is killed,
+the system closes its connections; the others notice at once, print one sentence and exit.
 
 Each message is one line of JSON: a process's greeting, the verdict, then how a process ended: "done", "interrupted" or
 "failed". If a connection closes without the last message, the process was killed.
@@ -96,7 +96,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Sleep 2 s after a failed collective, so that `watch` can end this process first if another process ended."""
+        """Sleep 2 s after a failed collective. If it failed because a process ended, `watch` ends this one meanwhile."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:

@@ -55,7 +55,7 @@ class Cache(NamedTuple):
         return Cache(*(None if part is None else part[index] for part in self[:3]), pages=self.pages)
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
-        """Return this one-layer cache in the form that kernels read; `at` = (index,) selects a layer if stacked."""
+        """Return this one-layer cache as kernels read it; in a stacked cache, `at` = (index,) selects the layer."""
         return KeyValues(self.k[at], self.v[at], self.pages, None if self.scales is None else self.scales[at])
 
     @property

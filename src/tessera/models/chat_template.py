@@ -21,7 +21,7 @@ Templates take milliseconds, but on a busy machine a conversation of a million t
 """
 MILLION = 1_000_000
 READY_S = 60.0
-"""Maximum seconds until the worker is ready. Its start takes 0.2 s on an idle machine."""
+"""Maximum seconds until the worker is ready. Starting it takes 0.2 s on an idle machine."""
 FREE_CHARACTERS = 1 << 20
 """Characters that any template may write; GROWTH more are allowed per character of the conversation as JSON."""
 GROWTH = 4

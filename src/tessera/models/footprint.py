@@ -103,7 +103,7 @@ class Footprint:
 
     Attributes:
         attention, mlp: the attention and the MLP matrices of all layers.
-        vocabulary: embedding, and unembedding if it is not tied.
+        vocabulary: embedding, and the output head if it is not tied.
         vectors: norms and biases.
         cache: keys and values of all sequences and layers, with scales.
         copies: temporary copies of the cache or of weights while a program runs.

@@ -194,12 +194,14 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
     with open(path, "rb") as file:
         header = _Header(file, path)
         if (magic := file.read(4)) != MAGIC:
-            raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+            raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}: pass a GGUF file")
         version = header.number("I", "the version")
         if version not in (2, 3):
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             form = "big-endian" if swapped in (2, 3) else f"version {version}"
-            raise ValueError(f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported")
+            raise ValueError(
+                f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported: convert it again"
+            )
         num_tensors, num_entries = header.number("Q", "the tensor count"), header.number("Q", "the metadata count")
         if max(num_tensors, num_entries) > MAX_ENTRIES:
             raise header.error(
@@ -269,7 +271,7 @@ def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: i
 
 
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield these rows and columns dequantised to float32, several rows at a time, with their file row numbers."""
+    """Yield blocks of these rows and columns, dequantised to float32, each with its rows' numbers in the file."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]

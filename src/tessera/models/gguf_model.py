@@ -1,7 +1,7 @@
 """Map a GGUF file's metadata to a ModelConfig, and its tensors to Hugging Face's names.
 
 No key of the architecture is silently ignored: each is read, is known not to change the model, holds a value that
-switches its feature off, or is refused by name. Each key means what it means in llama.cpp.
+switches its feature off, or is refused by name. Keys are interpreted as in llama.cpp.
 """
 
 import math

@@ -182,7 +182,7 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """List the pairs of pieces in merge order, as transformers does: the pair whose merged piece scores best first."""
+    """List the pairs of pieces in merge order, as transformers does: by descending score of the merged piece."""
     pieces = {
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }

@@ -118,7 +118,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], fl
 
 
 def _llama3(freq: Array, rope: Rope) -> Array:
-    """Divide the frequencies of long wavelengths by rope.factor, keep those of short ones, interpolate in between."""
+    """Divide low frequencies by rope.factor, keep high frequencies, and interpolate in between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -64,7 +64,7 @@ class Pages:
         return self._count[self._known(page)]
 
     def writable(self, page: int) -> bool:
-        """Return whether the page has a single user, which may write to it."""
+        """Return whether a page's user may write to it: the page has only one user and is not sealed."""
         return self._count[self._known(page)] == 1 and not self._sealed[page]
 
     def allocate(self, count: int) -> list[int]:

@@ -47,9 +47,10 @@ class Sample:
     def take(
         self, where: slice | np.ndarray, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> None:
-        """Take those elements of the sample that a block holds; the block has these rows and columns of the matrix.
+        """Take the sample's elements from a block, which holds the rows `where` and these columns of the matrix.
 
-        pick(rows, columns) returns the block's elements at these row and column indices into the block.
+        pick(rows, columns) returns the block's elements at these indices, which start at the block's first row and
+        column.
         """
         numbers = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         wanted = np.isin(self.rows, numbers) & (self.columns >= columns.start) & (self.columns < columns.stop)

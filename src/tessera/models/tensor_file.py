@@ -73,7 +73,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         if any(folder.glob("*.bin")):
             raise ValueError(f"{folder} holds its weights as .bin files, which may run code: save them as safetensors")
-        raise ValueError(f"{folder} holds no weights: it has neither {SINGLE} nor {INDEX}")
+        raise ValueError(f"{folder} holds no weights ({SINGLE} or {INDEX}): download the model again")
     weight_map = read_json(index).get("weight_map")
     if not WEIGHT_MAP.fits(weight_map):
         raise ValueError(

@@ -287,7 +287,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text is not UTF-8: its character {error.start} is {quoted(text[error.start])}: convert it first"
+            f"the text is not UTF-8: its character {error.start} is {quoted(text[error.start])}: convert it to UTF-8"
         ) from error
     with LibraryErrors("the tokenizer fails on the text"):
         return backend.encode(text, add_special_tokens=add_special).ids
@@ -303,7 +303,7 @@ def _plain_size(data: Any) -> int:
         return len(json.dumps(data))
     except UnicodeEncodeError as error:
         held = quoted(error.object[error.start])
-        raise ValueError(f"the text is not UTF-8: it holds {held}: convert it first") from error
+        raise ValueError(f"the text is not UTF-8: it holds {held}: convert it to UTF-8") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat messages must be plain JSON data: {error}") from error
 
@@ -397,7 +397,9 @@ def _read_template(folder: Path, inline: Any) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from error
+            raise ValueError(
+                f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it to UTF-8"
+            ) from error
     if isinstance(inline, list):
         inline = {entry["name"]: entry["template"] for entry in inline}.get("default")
     return inline
