@@ -96,7 +96,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Sleep 2 s after a failed collective: if a process that ended made it fail, `watch` ends this one meanwhile."""
+        """Sleep 2 s after a failed collective. If a process that ended caused the failure, `watch` ends this one."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:
