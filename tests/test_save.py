@@ -129,7 +129,7 @@ def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
     folder = tmp_path / "model"
     save_folder(folder, random_params(CONFIG, 0), CONFIG)
     with start_saver(folder) as saver:
-        with pytest.raises(OSError, match=rf"is being written by another process \({saver.pid}\): wait for it"):
+        with pytest.raises(OSError, match=rf"process {saver.pid} is writing .*: wait until it has finished"):
             save_folder(folder, random_params(CONFIG, 1), CONFIG)
         assert resolve(folder) == folder
         saver.communicate("go on\n")

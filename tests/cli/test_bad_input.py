@@ -139,7 +139,7 @@ def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(capsys, monkeypatch
 
 def test_a_model_that_is_no_file_or_that_has_no_home(capsys):
     assert "is neither a folder nor a file" in refuse(capsys, "generate", "x", "--model", "/dev/null")
-    assert "names no user's home folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
+    assert "begins with an unknown home folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
 
 
 def test_errors_hold_no_control_characters(capsys, tmp_path):
@@ -148,7 +148,7 @@ def test_errors_hold_no_control_characters(capsys, tmp_path):
 
 def test_unreachable_hub_model(capsys):
     line = refuse(capsys, "generate", "x", "--model", "nobody/nothing")
-    assert "neither a folder here nor reachable on the Hugging Face hub" in line
+    assert "neither a local folder nor reachable on the Hugging Face hub" in line
 
 
 def test_missing_weights(capsys, folder):
@@ -263,8 +263,8 @@ def test_unknown_dtype():
         (["calibrate", "--text", "x", "--out", ".", "--model", "MODEL"], "is a folder"),
         (["calibrate", "--text", "x", "--crossover", "-1", "--model", "MODEL"], "crossover=-1 must be at least 0"),
         (["calibrate", "--text", "x", "--max-tokens", "0", "--model", "MODEL"], "max_tokens=0 must be at least 1"),
-        (["generate", "x", "--model", ""], "is not a model folder: it has no config.json"),
-        (["train", "--out", __file__, "--recipe", "tiny"], "is not a writable folder"),
+        (["generate", "x", "--model", ""], "is not a model folder (it has no config.json)"),
+        (["train", "--out", __file__, "--recipe", "tiny"], "is a file: name a folder"),
         (["train", "--out", "no", "--recipe", "tiny", "--until", "-3"], "until=-3 must be at least 0"),
         (["train", "--out", "no", "--text", __file__, "--rate", "nan"], "rate=nan must be a positive number"),
     ],

@@ -83,7 +83,7 @@ def test_commands_act_and_refusals_are_sentences(model, tmp_path, monkeypatch, c
         ("/save", "/save needs a file"),
         ("/save a\0b", "null byte"),
         pytest.param("/save " + "a" * 1000, "File name too long", id="long name"),
-        ("a\udcff", "the text is not UTF-8: it holds '\\udcff': convert it first"),
+        ("a\udcff", "the text is not UTF-8: it holds '\\udcff': convert it to UTF-8"),
         ("/load missing.json", "/load missing.json: No such file or directory"),
         ("/load ~nouser/chat.json", "home directory"),
         ("/undo twice", "/undo takes no text, got twice"),

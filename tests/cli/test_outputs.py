@@ -86,7 +86,7 @@ def test_too_little_address_space_for_programs_is_refused_before_they_abort(monk
     monkeypatch.setattr(memory, "_process_free_bytes", lambda: memory.PROGRAM_BYTES)
     assert cli.main(["generate", "hello"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "of address space with its programs, but the limit leaves 512.0 MiB free: raise the limit" in line
+    assert "of address space, but the limit leaves 512.0 MiB free: raise the limit" in line
 
 
 def test_an_allocation_that_fails_says_what_to_do():

@@ -26,7 +26,7 @@ def with_template(source: str) -> Tokenizer:
 
 
 def refusal(tokenizer: Tokenizer) -> str:
-    with pytest.raises(ValueError, match="chat template refused the conversation: ") as caught:
+    with pytest.raises(ValueError, match="chat template cannot render the conversation: ") as caught:
         tokenizer.render_chat(USER)
     said = str(caught.value)
     assert said.isprintable()
@@ -147,4 +147,4 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     path.write_bytes(data.replace(b"{{ messages }}", b"{{ 1/0      }}"))
     assert main(["generate", "--model", str(path), "--chat", "hi"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line == "error: the chat template refused the conversation: ZeroDivisionError: division by zero"
+    assert line == "error: the chat template cannot render the conversation: ZeroDivisionError: division by zero"

@@ -347,7 +347,7 @@ def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="does not exist") as error:
             resolve(name)
         assert name in str(error.value)
-    with pytest.raises(ValueError, match="'owner/absent-model' is neither a folder here nor reachable") as error:
+    with pytest.raises(ValueError, match="'owner/absent-model' is neither a local folder nor reachable") as error:
         resolve("owner/absent-model")
     assert "\n" not in str(error.value)
     assert resolve(tmp_path) == tmp_path

@@ -75,7 +75,7 @@ def test_what_is_not_supported_is_said_when_the_model_is_loaded(folder, caplog):
     caplog.set_level("INFO", logger="tessera")
     tessera.load(folder)
     assert [r.getMessage() for r in caplog.records] == [
-        "generation_config.json: max_length=4096 is ignored, because it is not supported"
+        "generation_config.json: ignoring max_length=4096 (not supported)"
     ]
     neutral = {"num_beams": 1, "typical_p": 1.0, "max_length": 20, "min_length": 0, "stop_strings": None}
     assert parse_generation_config(neutral).warning() == ""
@@ -84,7 +84,7 @@ def test_what_is_not_supported_is_said_when_the_model_is_loaded(folder, caplog):
 def test_the_note_names_what_counts():
     sampled = parse_generation_config(LLAMA3)
     assert sampled.note({"temperature": None, "top_p": 0.5}) == (
-        "generation_config.json sets temperature 0.6: flags override it"
+        "generation_config.json sets temperature 0.6: flags override the file"
     )
     assert sampled.note({"temperature": 0.0}) == ""
     assert "penalty 1.1" in GenerationConfig(repetition_penalty=1.1, top_p=0.9).note({})

@@ -128,7 +128,7 @@ def test_bad_sizes_and_tables_are_refused_by_name():
         Pages(1, 16)
     with pytest.raises(ValueError, match="count=-1 must not be negative"):
         Pages(2, 16).allocate(-1)
-    with pytest.raises(OutOfPages, match="3 pages of 16 positions are needed, 2 of 2 are free and 0 cached"):
+    with pytest.raises(OutOfPages, match="3 pages of 16 positions are needed, but only 2 of 2 are free"):
         Pages(3, 16).allocate(3)
     pool = Pages(3, 16)
     pages = pool.allocate(2)

@@ -313,8 +313,8 @@ def test_a_process_reads_only_its_part(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("int4-g64", "multiples of 64, and mlp.down_proj.weight has 32 on each of the 2 .*'int4-g32' or 'int4'$"),
-        ("int4-g128", "multiples of 128, and self_attn.q_proj.weight has 32: pass weights='int4-g32' or 'int4'$"),
+        ("int4-g64", "multiple of 64 inputs, but mlp.down_proj.weight has 32 on each of 2 .*'int4-g32' or 'int4'$"),
+        ("int4-g128", "multiple of 128 inputs, but self_attn.q_proj.weight has 32: pass weights='int4-g32' or 'int4'$"),
         ("int4", None),
     ],
 )
@@ -322,7 +322,7 @@ def test_groups_are_split_whole(name, words):
     config = replace(WIDE, hidden_size=64 if name == "int4-g64" else 32, num_heads=8)
     if words is None:
         check_split(config, name, 2)
-        with pytest.raises(ValueError, match="packs two inputs per byte, and mlp.down_proj.weight has 33 on each"):
+        with pytest.raises(ValueError, match="needs an even number of inputs, but mlp.down_proj.weight has 33 on each"):
             check_split(replace(config, intermediate_size=66), name, 2)
         return
     with pytest.raises(ValueError, match=words):
@@ -336,9 +336,11 @@ def test_refusals(folder, tmp_path):
         tessera.load(folder, weights="int8,int4", cache="int8")
     with pytest.raises(ValueError, match="cache='int4' must be 'int8', or None"):
         tessera.load(folder, weights="int8", cache="int4")
-    with pytest.raises(ValueError, match="is a folder: pass 'int8'"):
+    with pytest.raises(ValueError, match="is a folder: pass weights='int8'"):
         tessera.load(folder, weights="gguf")
-    with pytest.raises(ValueError, match=r"multiples of 32, and mlp.down_proj.weight has 48: pass weights='int4'$"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 32 inputs, but mlp.down_proj.weight has 48: pass weights='int4'$"
+    ):
         tessera.load(save_tiny(tmp_path / "narrow"), weights="int4-g32")
     import gguf
 
@@ -348,7 +350,7 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match=r"up_proj.weight in .* is Q5_0: pass weights='int8'"):
         tessera.load(path, weights="gguf")
     plain = write_gguf(tmp_path / "y.gguf", *tiny_model(256, hidden=64))
-    with pytest.raises(ValueError, match="holds only floats: pass 'int8'"):
+    with pytest.raises(ValueError, match="holds only floats: pass weights='int8'"):
         tessera.load(plain, weights="gguf")
     params = load_params(folder, WIDE, weights="int8", stacked=True)
     with pytest.raises(ValueError, match="quantised weights cannot be trained"):

@@ -66,5 +66,5 @@ def test_a_paged_cache_gives_the_same_logits(policy):
 def test_rows_of_a_paged_cache_are_refused():
     one = paged(KASCADE, 64)
     for act in (lambda: one.row(0), lambda: one.reserve(10_000)):
-        with pytest.raises(ValueError, match="a paged cache has no row per sequence"):
+        with pytest.raises(ValueError, match="the cache is paged and has no row per sequence"):
             act()

@@ -133,7 +133,7 @@ def test_what_load_refuses_does_not_fit():
     config = replace(LLAMA, intermediate_size=14336 + 64 * 8)
     pairs = plan(replace(question(length=8192), config=config), weights=("int4-g128", "int4-g64")).pairs
     assert [pair.fits for pair in pairs] == [True, True, False, False]
-    assert "multiples of 128, and mlp.down_proj.weight has 1856 on each of the 8 devices" in pairs[2].why_not
+    assert "multiple of 128 inputs, but mlp.down_proj.weight has 1856 on each of 8 devices" in pairs[2].why_not
     dealt = plan(question(devices=16, length=8192), weights=("bfloat16",)).pairs
     assert [pair.fits for pair in dealt] == [True, False]
     assert "cannot be split over devices" in dealt[1].why_not

@@ -205,7 +205,7 @@ def test_a_model_on_a_mesh_of_training_is_not_run(tmp_path):
     """That mesh has no axis by which devices share heads or keys."""
     model = tessera.load(save_tiny(tmp_path))
     params = jax.device_put(model.params, NamedSharding(build(MeshShape()), PartitionSpec()))
-    with pytest.raises(ValueError, match="a mesh with the axes data, shard has no axis .* save weights"):
+    with pytest.raises(ValueError, match="a mesh with the axes data, shard has no axis .* save the trained weights"):
         replace(model, params=params).generate([[1, 2]], max_new_tokens=1)
 
 

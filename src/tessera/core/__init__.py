@@ -1,1 +1,1 @@
-"""Shared basics: shapes, files, hardware, memory, child processes. Imports no other package of Tessera."""
+"""Shared basics: shapes, files, hardware, memory, child processes. This package imports no other Tessera package."""

@@ -1,4 +1,4 @@
-"""A worker process that answers requests. It may hang, crash or run out of memory; the caller survives."""
+"""A worker process that answers requests. If it hangs, crashes or runs out of memory, the caller survives."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from tessera.core import interrupt
 
 
 class Ended(RuntimeError):
-    """A worker ended without an answer.
+    """Error: a worker ended without answering.
 
     Attributes:
         status: the worker's exit code, or minus the number of the signal that ended it.
-        late: whether the time limit killed the worker.
+        late: whether the worker was killed because it exceeded its time limit.
         answered: whether the worker had answered an earlier request.
         said: the last lines of the worker's standard error.
     """
@@ -28,9 +28,9 @@ class Ended(RuntimeError):
 
 
 class Worker:
-    """Worker process that reads one JSON request and writes one JSON reply per line.
+    """Worker process that reads JSON requests and writes JSON replies, one per line.
 
-    The process starts at the first request; if it has ended, it starts again at the next request.
+    The process starts when the first request is sent. If it has ended, the next request starts it again.
 
     Args:
         command: command line that starts the process.
@@ -51,10 +51,10 @@ class Worker:
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
-        """Send a request and return the reply; kill the worker after `limit_s` seconds.
+        """Send a request and return the reply; kill the worker if it does not reply within `limit_s` seconds.
 
         Raises:
-            Ended: the worker ended without a reply. The next request starts another worker.
+            Ended: the worker ended, or was killed, without a reply. The next request starts another worker.
         """
         self.start()  # before the request: start-up does not count towards limit_s
         try:
@@ -70,7 +70,7 @@ class Worker:
         """Start the worker, unless it is already running, and wait until it is ready.
 
         Raises:
-            Ended: the worker ended before it was ready.
+            Ended: the worker ended before it was ready, or was killed because it was not ready within `ready_s`.
         """
         if self._process is not None and self._process.poll() is not None:
             self.close()  # the worker died between its last reply and this request
@@ -113,7 +113,10 @@ class Worker:
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> int | None:
-        """Close the worker's input, kill it if it does not exit, and return its exit code."""
+        """Close the worker's input, and return its exit code; None if it is not running.
+
+        A worker that has not exited after 5 seconds is killed.
+        """
         if self._process is None:
             return None
         process, self._process = self._process, None
@@ -142,7 +145,7 @@ class Worker:
 
 
 class Tail(threading.Thread):
-    """Thread that drains a stream, so that the process that writes it never blocks, and keeps the last lines."""
+    """Thread that drains a stream, so that the stream's writer never blocks, and keeps the last three lines."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)

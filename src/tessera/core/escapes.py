@@ -2,14 +2,14 @@
 
 
 def escaped(text: object, limit: int | None = 80) -> str:
-    r"""Return str(text) on one line of at most `limit` characters, with characters that are not printable escaped.
+    r"""Return str(text) on one line of at most `limit` characters, with non-printable characters escaped.
 
-    Unescaped, "\x1b[2J" in a file's name would clear the terminal that shows the error message.
+    An unescaped "\x1b[2J" in a file name would clear the terminal that shows the error message.
     """
     line = " ".join(str(text).split())[:limit]
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)[:limit]
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """Return repr(value), escaped for the terminal."""
+    """Return repr(value), escaped for the terminal and cut to `limit` characters."""
     return escaped(repr(value), limit)

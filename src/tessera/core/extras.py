@@ -9,9 +9,9 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ValueError, which names the extra to install, if a package is missing.
+    """Raise ValueError if a package is missing; the message names the extra of Tessera that installs it.
 
-    Call this first, before any work whose result only the package can use.
+    Call this before any work that is useless without the package.
     """
     if not installed(package):
         raise ValueError(f"{package} is not installed: pip install 'tessera-attention[{extra}]'")

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from tessera.core.escapes import escaped, quoted
 
 SMALL_BYTES = 16 << 20
-"""Maximum bytes of a config, a plan or an index of tensors. A model of 100,000 tensors has an index of 10 MB."""
+"""Maximum size in bytes of a config, a plan or a tensor index. The index of 100,000 tensors takes 10 MB."""
 MAX_DEPTH = 64
-"""Maximum levels of nesting in a JSON file. Configs have 4 levels, tokenizers 8."""
+"""Maximum nesting depth of a JSON file. Configs have 4 levels, tokenizers 8."""
 LOWEST, HIGHEST = -(2**63), 2**64 - 1
-"""Bounds of integers: the lowest signed and the highest unsigned integer of 64 bits."""
+"""Smallest and largest integers accepted: the smallest signed and the largest unsigned 64-bit integer."""
 
 
 class Rule(NamedTuple):
     """Condition on the value of a field.
 
     Attributes:
-        allowed: the condition in words, which follow "must be" in an error.
+        allowed: the condition in words, as they follow "must be" in an error message.
         fits: function that returns whether a value meets the condition.
     """
 
@@ -50,12 +50,12 @@ def positive(high: float) -> Rule:
 
 
 def items(rule: Rule, what: str) -> Rule:
-    """Return a rule that accepts a list whose items all fit `rule`; `what` names the items in errors."""
+    """Return a rule that accepts a list whose items all fit `rule`; in errors, `what` names the items."""
     return Rule(f"a list of {what}", lambda value: isinstance(value, list) and all(map(rule.fits, value)))
 
 
 def record(table: Mapping[str, Rule], allowed: str) -> Rule:
-    """Return a rule that accepts an object whose fields fit the table; `allowed` describes the object in errors."""
+    """Return a rule that accepts an object whose fields fit the table; in errors, `allowed` describes the object."""
     return Rule(
         allowed,
         lambda value: isinstance(value, Mapping) and all(rule.fits(value.get(key)) for key, rule in table.items()),
@@ -91,9 +91,9 @@ def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: st
 def read_json(
     path: Path, limit: int = SMALL_BYTES, large: Iterable[str] = (), retry: str = "download it again"
 ) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `limit` bytes; other arguments and errors are those of `parse_json`."""
+    """Read a JSON object from a file of at most `limit` bytes; for the other arguments and errors, see `parse_json`."""
     if (size := path.stat().st_size) > limit:
-        raise ValueError(f"{path} has {size:,} bytes, more than the {limit:,} that it may have: {retry}")
+        raise ValueError(f"{path} has {size:,} bytes, more than the {limit:,} allowed: {retry}")
     return parse_json(path.read_bytes(), path, retry, large)
 
 
@@ -104,13 +104,13 @@ def parse_json(
 
     Args:
         data: UTF-8 text.
-        source: origin of the text, which errors name.
-        retry: advice at the end of an error.
+        source: where the text comes from; error messages begin with it.
+        retry: advice at the end of an error message.
         large: names of fields that may hold integers of more than 64 bits.
 
     Raises:
-        ValueError: the text is not UTF-8, not JSON or not an object; or it nests too deep, gives a field two values, or
-            holds a number that is too large or not finite.
+        ValueError: the text is not UTF-8, not JSON or not an object; or it is nested too deeply, gives a field two
+            different values, or holds a number that is too large or not finite.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_doubles)
@@ -152,7 +152,7 @@ def _check_values(root: Any, source: object, retry: str, large: frozenset[str]) 
             elif isinstance(value, list):
                 below += [(name, item) for item in value if not isinstance(item, str)]
             elif isinstance(value, int) and not LOWEST <= value <= HIGHEST and name not in large:
-                raise ValueError(f"{source}: {escaped(name)}={quoted(value)} must be of at most 64 bits: {retry}")
+                raise ValueError(f"{source}: {escaped(name)}={quoted(value)} must fit in 64 bits: {retry}")
             elif isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{source}: {escaped(name)}={value} must be a finite number: {retry}")
         if not below:
@@ -162,4 +162,4 @@ def _check_values(root: Any, source: object, retry: str, large: frozenset[str]) 
 
 
 def _too_deep(source: object, retry: str) -> ValueError:
-    return ValueError(f"{source} is not valid JSON (it nests deeper than {MAX_DEPTH} levels): {retry}")
+    return ValueError(f"{source} is not valid JSON (it is nested deeper than {MAX_DEPTH} levels): {retry}")

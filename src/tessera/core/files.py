@@ -1,6 +1,6 @@
 """Write files and folders atomically: write under a temporary name, flush to disk, rename.
 
-Also read and append files of JSON lines, where a kill loses at most the line being written.
+Also read JSON Lines files and append to them: a process that is killed loses at most the line it is writing.
 """
 
 import glob
@@ -25,15 +25,18 @@ except ImportError:  # Windows: the caller must ensure one writer at a time
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parents[1] / "demo"
-"""Files shipped with the package: the demo model, and plans of fetched models."""
+"""Folder of files that are shipped with the package, such as the demo model and a plan for SmolLM2."""
 DEMO_MODEL = SHIPPED / "model"
 TEMPORARY = ".tessera-tmp"
 LOCK_S = 0.5
-"""Seconds to keep trying for a lock. A load takes the lock for an instant, to see whether a save is running."""
+"""Seconds to keep trying to take a lock that another process holds.
+
+The other process may hold it only for an instant: `finish_swap` takes the lock to see whether a save is running.
+"""
 
 
 def user_cache() -> Path:
-    """Return Tessera's folder in XDG_CACHE_HOME (read at each call), else in the platform's usual cache folder."""
+    """Return Tessera's folder in $XDG_CACHE_HOME if that is set, else in the platform's usual cache folder."""
     if os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "darwin":
@@ -76,9 +79,10 @@ def _name(error: OSError, path: Path) -> None:
 
 
 def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str = "--out") -> None:
-    """Raise an error if the file (or, with `folder`, the folder) cannot be written. Call this before hours of work.
+    """Raise an error if a file (or, with `folder`, a folder) cannot be written at this path.
 
-    The check writes a temporary file to the nearest folder that exists. `flag` is the flag that errors name.
+    The check writes a temporary file to the nearest existing folder. Call it before a long computation whose result
+    goes to the path. Error messages begin with `flag`, which tells the user where the path was given.
 
     Raises:
         ValueError: the path is a folder instead of a file, or a file instead of a folder.
@@ -86,7 +90,7 @@ def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str =
     """
     path = Path(path)
     if path.exists() and path.is_dir() != folder:
-        said = "is not a writable folder: name another" if folder else "is a folder: name a file in it"
+        said = "is a file: name a folder" if folder else "is a folder: name a file in it"
         raise ValueError(f"{flag} {path} {said}")
     place = path if path.is_dir() else path.parent
     while not place.exists():
@@ -97,17 +101,18 @@ def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str =
         if path.is_file():
             path.open("ab").close()
     except OSError as error:
-        raise OSError(f"{flag} {path} cannot be written ({error.strerror or error}): name another place") from error
+        raise OSError(f"{flag} {path} cannot be written ({error.strerror or error}): name another path") from error
 
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Hold the lock for writing this file or folder. A hidden file next to it carries the lock.
+    """Hold the write lock of this file or folder while the block runs. On Windows, do nothing.
 
-    The system releases the lock of a process that dies, so no lock is ever stale.
+    The lock is taken on a hidden file in the same folder. The system releases the lock of a process that dies, so no
+    lock is ever stale.
 
     Raises:
-        OSError: another process holds the lock; the message names the process.
+        OSError: another process holds the lock; the message gives its process id.
     """
     lock = _lock_path(path)
     handle = _take_lock(lock, path)
@@ -124,7 +129,11 @@ def _lock_path(path: Path) -> Path:
 
 
 def _take_lock(lock: Path, path: Path) -> int | None:
-    """Take the lock within LOCK_S seconds; return the handle that holds it, or None on Windows."""
+    """Take the lock and return the file handle that holds it, or None on Windows.
+
+    Raises:
+        OSError: another process still holds the lock after LOCK_S seconds.
+    """
     if fcntl is None:
         return None
     until = time.monotonic() + LOCK_S
@@ -138,13 +147,13 @@ def _take_lock(lock: Path, path: Path) -> int | None:
         elif time.monotonic() > until:
             owner = os.pread(handle, 20, 0).decode("ascii", "replace") or "unknown"
             os.close(handle)
-            raise OSError(f"{path} is being written by another process ({owner}): wait for it, or name another place")
+            raise OSError(f"process {owner} is writing {path}: wait until it has finished, or name another path")
         os.close(handle)
         time.sleep(0.01)
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether an open lock file still exists at its path; the process that held the lock may have removed it."""
+    """Return whether an open lock file is still at its path; the process that held its lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -152,7 +161,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file; return False if another process holds the lock. A system without file locks gives True."""
+    """Lock an open file; return False if another process holds the lock. If files cannot be locked, return True."""
     if fcntl is None:
         return True
     try:
@@ -165,7 +174,7 @@ def _lock(handle: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on this file; False if the file does not exist."""
+    """Return whether a process holds the lock on this file; False if the file does not exist or cannot be opened."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:
@@ -177,7 +186,10 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left; `name` is a glob pattern for the names of the final files."""
+    """Remove temporary files that killed processes left in this folder.
+
+    `name` is a glob pattern that limits the removal to files with matching final names.
+    """
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -197,16 +209,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace one file with this text, atomically; create its folder if needed."""
+    """Write the text to a file, replacing any old content atomically; create the file's folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: write_text(temporary, text))
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Return the values in a file of JSON lines, without a last line that a kill cut short; [] if the file is missing.
+    """Return the values in a JSON Lines file; [] if the file is missing. Skip a last line that a kill cut short.
 
     Raises:
-        ValueError: any other line is not JSON; the message gives its number.
+        ValueError: another line is not JSON; the message gives the line's number.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     if not _whole(lines[-1]):  # empty when the file ends in a newline
@@ -221,7 +233,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append a JSON object to a file of JSON lines and flush the file to disk; create its folder if needed.
+    """Append a JSON object to a JSON Lines file and flush the file to disk; create its folder if needed.
 
     A last line that a kill cut short is removed first. Only one process may write to the file at a time.
     """
@@ -238,13 +250,14 @@ def append_line(path: Path, value: Any) -> None:
 
 
 class Notebook:
-    """Results of a long run by name, stored in a file of JSON lines, so that a stopped run can resume.
+    """Named results of a long run, stored in a JSON Lines file, so that a stopped run can resume.
 
-    The first line of the file holds the run's subject; a file with another subject is overwritten.
+    The first line of the file holds the run's subject, a JSON value that says what was computed. A file with a
+    different subject is overwritten.
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path`; None stores nothing. `subject` is JSON; equal subjects mean equal results."""
+        """Open the file at `path`; if it is None, store nothing. Runs with equal subjects must have equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
@@ -258,7 +271,10 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return the value stored under this name, or store find()'s result. Values are JSON; floats stay exact."""
+        """Return the value stored under this name; if there is none, call find(), store its result and return it.
+
+        Values must be JSON values. Floats are stored exactly.
+        """
         if self.path is None:
             return find()
         if name not in self.found:
@@ -268,7 +284,7 @@ class Notebook:
 
 
 def _mend(file: BinaryIO) -> bytes:
-    """Remove an incomplete last line and return b""; if the last line only lacks its newline, return that newline."""
+    """Remove an incomplete last line and return b""; if the last line lacks only its newline, return that newline."""
     file.seek(0)
     text = file.read()
     start = text.rfind(b"\n") + 1
@@ -297,7 +313,8 @@ def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: 
     of a model calls, then puts the new folder in place.
 
     Raises:
-        ValueError: the path is a file, a mount point or a parent of the working folder, and so cannot be renamed.
+        ValueError: the path is a file, or it is a folder that must not be renamed: a mount point, the working folder or
+            one of its parents.
         OSError: another process is saving to the folder.
     """
     folder = folder.resolve()
@@ -365,7 +382,7 @@ def _finish_swap(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content or a folder's entries to disk. Skips folders on Windows, which cannot open them."""
+    """Flush a file's content or a folder's entries to disk. Skip folders on Windows: they cannot be opened there."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -379,7 +396,7 @@ def _check_renamable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder")
     if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
-        raise ValueError(f"{folder} is a mount point or holds the working folder: name another folder, or one inside")
+        raise ValueError(f"{folder} is a mount point or holds the working folder: name another folder, or one in it")
 
 
 def _siblings(folder: Path) -> tuple[Path, Path]:
@@ -394,7 +411,10 @@ def _remove(*folders: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, outdated: Callable[[str], bool]) -> None:
-    """Hard-link the old folder's other files into the new one: links take no space and leave the old folder whole."""
+    """Hard-link into `new` each file of `old` that `new` lacks, except outdated files.
+
+    Links take no space and leave `old` complete.
+    """
 
     def left_out(place: str, names: list[str]) -> list[str]:
         return [n for n in names if Path(place) == old and (outdated(n) or (new / n).exists())]
@@ -410,7 +430,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sources(package: Path = Path(__file__).parents[1]) -> str:
-    """Return a hash of the package's code and tables. A commit id does not suffice: a modified tree keeps its id."""
+    """Return a hash of the package's code and tables. A commit id would miss changes that are not committed."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
         text = path.read_bytes()

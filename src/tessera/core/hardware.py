@@ -2,7 +2,7 @@
 
 Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
 structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
-(clock and vector width vary), so its ceilings are measured: see `measure.ceilings`.
+(clock and vector width vary), so its peak rates are measured: see `workbench.measure.ceilings`.
 """
 
 import os
@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 
 def prepare_simulator() -> None:
-    """Configure jax in this process to simulate chips. Call this before jax initialises its devices.
+    """Configure JAX in this process to simulate chips. Call this before JAX initialises its devices.
 
     XLA gets eight threads, because simulated warpgroups wait for each other on XLA's threads and would deadlock on the
     two threads of a small machine. Programs run in the caller's thread: dispatched asynchronously, a program may wait
@@ -29,10 +29,11 @@ def prepare_simulator() -> None:
 
 
 def compiles_without_chip() -> bool:
-    """Return whether JAX's plug-ins for accelerators are installed (extra "deviceless") but no accelerator is present.
+    """Return whether a JAX plug-in for TPUs or NVIDIA GPUs is installed but this host has no accelerator.
 
-    The caller should then choose the CPU. JAX would otherwise load the plug-ins, which print many warnings, and use the
-    CPU anyway. An NVIDIA GPU shows as /dev/nvidia0, or as /dev/dxg under WSL.
+    The extra "deviceless" installs such plug-ins. The caller should then choose the CPU. JAX would otherwise load the
+    plug-ins, which print many warnings, and use the CPU anyway. An NVIDIA GPU appears as /dev/nvidia0, or as /dev/dxg
+    under WSL.
     """
     patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
     if any(file for pattern in patterns for file in Path("/dev").glob(pattern)) or find_spec("jax_rocm7_plugin"):
@@ -51,11 +52,11 @@ class Chip:
         int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
         bytes_per_s: main memory bandwidth of the whole chip.
         memory_bytes: main memory of the whole chip.
-        cores: TensorCores or streaming multiprocessors.
+        cores: number of TensorCores or streaming multiprocessors.
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
         capability: compute capability, as in "9.0"; None for a chip that is not a GPU.
-        devices: jax devices per chip.
-        clock_hz: cycles per second of a TensorCore; None for other chips. Derived as peak flops per second / (cores x
+        devices: JAX devices per chip.
+        clock_hz: cycles per second of a TensorCore; None for a GPU. Derived as peak flops per second / (cores x
             matrix units x side^2 x rows per cycle x 2). Chips up to v5p have 4 units of side 128 that take one row per
             cycle, later ones 2 units of side 256 that take two. The peak is Google's, except for v7x, where it is the
             compiler's (996 TFLOP/s per core in `cost_analysis` of a large product, so 1.9 GHz; Google's peak would give
@@ -210,7 +211,10 @@ def cpu() -> Cpu:
 
 
 def device_slug() -> str:
-    """Return this device's name as a part of file names, such as "tpu-v6-lite". Queries jax: never call at import."""
+    """Return the name of JAX's first device in a form that suits file names, such as "tpu-v6-lite".
+
+    For a CPU, the form is "cpu-MODEL-N-cores". Never call this at import, because it initialises JAX's devices.
+    """
     import jax
 
     kind, host = jax.devices()[0].device_kind, cpu()
@@ -219,9 +223,10 @@ def device_slug() -> str:
 
 
 def gpu_capability() -> str | None:
-    """Return this host's GPU compute capability, such as "9.0" (other vendors use other forms); None without a GPU.
+    """Return the compute capability of JAX's first GPU, such as "9.0"; None without a GPU.
 
-    Queries jax: never call it at import.
+    Vendors other than NVIDIA use other formats; for a GPU without a compute capability, return "none". Never call this
+    at import, because it initialises JAX's devices.
     """
     import jax
 
@@ -237,9 +242,10 @@ def _cpu_model() -> str:
 
 
 def cpu_model(info: str) -> str:
-    """Extract the processor's name from the text of /proc/cpuinfo; empty if there is none.
+    """Extract the processor's name from the text of /proc/cpuinfo; return "" if the text has none.
 
-    A virtual machine may hide the model number ("AMD EPYC"); family and model then identify the generation.
+    A virtual machine may hide the model number ("AMD EPYC"). In that case, the name ends in the CPU's family and model,
+    which identify its generation.
     """
     pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor wins
     fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}

@@ -1,18 +1,17 @@
-"""Ctrl-C in the command line: the handler sets a flag, which long loops check between their steps.
+"""Handle Ctrl-C in Tessera's commands: the handler sets a flag, which long loops check between their steps.
 
 Python's own handler raises KeyboardInterrupt at whatever line the main thread runs next. If that line is inside a
 garbage-collection callback (JAX has one) or a finalizer, Python prints the exception and continues, and the Ctrl-C is
 lost. With the handler here, the first of these events ends the command:
 
-    check() or asked()   a loop checks the flag between two steps
-    at_once()            a wait for input or for a worker raises KeyboardInterrupt immediately
-    RAISE_S have passed  no loop checked the flag: KeyboardInterrupt is raised wherever the main thread runs Python
-    EXIT_S have passed   the main thread is in a compiler or device call, or a callback lost the exception: exit
-    a second Ctrl-C      exit
+    check() or asked()    a loop checks the flag between two steps
+    at_once()             a wait for input or for a worker raises KeyboardInterrupt immediately
+    RAISE_S seconds pass  no loop checked the flag: KeyboardInterrupt is raised wherever the main thread runs Python
+    EXIT_S seconds pass   the main thread is in a compiler or device call, or a callback lost the exception: exit
+    a second Ctrl-C       exit
 
 A separate thread measures these times, because Python runs signal handlers only between two bytecode instructions.
-Only the command line installs the handler (`handled`); in a program that uses the library, check() and at_once() do
-nothing.
+Only the commands install the handler (`handled`); in a program that uses the library, check() and at_once() do nothing.
 """
 
 import os
@@ -29,8 +28,11 @@ RAISE_S, EXIT_S = 2.0, 2.5
 STATUS = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 FORGET = 0
-"""Byte that tells the thread to forget all earlier signals. It goes through the socket that carries the signals'
-numbers, so the order is kept; no signal has the number 0."""
+"""Byte that tells the handler's thread to forget all earlier signals.
+
+It is sent through the socket that carries the signal numbers, so the thread reads it after the earlier signals. No
+signal has the number 0.
+"""
 
 _groups: set[int] = set()
 _handler: "Handler | None" = None
@@ -41,11 +43,11 @@ class Handler:
 
     Attributes:
         pressed: the thread has seen a Ctrl-C.
-        heard: Python's signal handler has seen a Ctrl-C, before or after the thread.
+        heard: Python's signal handler has seen a Ctrl-C; it may see one before or after the thread does.
         taken: a loop has seen the flag, so the command is ending by itself, and the deadlines no longer apply.
         raised: KeyboardInterrupt is propagating in the main thread; the deadlines still apply.
         told: the command has printed that it was interrupted.
-        eager: the signal handler raises KeyboardInterrupt at once.
+        eager: on Ctrl-C, the signal handler raises KeyboardInterrupt at once instead of only setting `heard`.
     """
 
     def __init__(self):
@@ -57,7 +59,7 @@ class Handler:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ctrl-c")
 
     def start(self) -> None:
-        """Install the handler of SIGINT and start the thread."""
+        """Install the SIGINT handler and start the thread."""
         signal.signal(signal.SIGINT, self._hear)
         signal.set_wakeup_fd(self._send.fileno(), warn_on_full_buffer=False)
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
@@ -76,7 +78,7 @@ class Handler:
             raise KeyboardInterrupt
 
     def _unraisable(self, lost) -> None:
-        """Silence a KeyboardInterrupt that Python could not raise."""
+        """Ignore a KeyboardInterrupt that Python cannot propagate, as in a finalizer; report any other exception."""
         if lost.exc_type is KeyboardInterrupt:
             self.raised = False
         else:
@@ -111,15 +113,17 @@ class Handler:
                 deadline = began + RAISE_S
 
     def forget(self) -> None:
-        """Wait until the thread has read every signal sent so far; then restore the state before the first Ctrl-C."""
+        """Wait until the thread has read every signal sent so far; then reset the state, as if none had been sent."""
         self._forgotten.clear()
         self._send.send(bytes([FORGET]))
         self._forgotten.wait()
         self.pressed = self.heard = self.taken = self.raised = self.told = self.eager = False
 
     def _raise(self) -> None:
-        """Send SIGINT to the main thread. The signal ends a system call, and raises KeyboardInterrupt unless one is
-        already propagating."""
+        """Send SIGINT to the main thread.
+
+        The signal interrupts a blocking system call, and raises KeyboardInterrupt unless one is already propagating.
+        """
         self.eager, self._own_signals = True, self._own_signals + 1
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -135,9 +139,9 @@ class Handler:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle Ctrl-C in the block as this module describes; before `defer` is called, raise KeyboardInterrupt at once.
+    """Handle Ctrl-C in the block as this module describes; until `defer` is called, raise KeyboardInterrupt at once.
 
-    This does nothing on Windows, or if SIGINT is ignored (nohup).
+    This does nothing on Windows, or if SIGINT is ignored, as in a background job of a shell script.
     """
     global _handler
     if os.name == "nt" or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -152,7 +156,7 @@ def handled() -> Iterator[None]:
 
 
 def release() -> None:
-    """Stop handling Ctrl-C, so that check() and asked() report none. The caller, a server, handles its signals."""
+    """Stop handling Ctrl-C; check() and asked() then report none. A server calls this and handles signals itself."""
     global _handler
     if _handler is not None:
         _handler.stop()
@@ -166,7 +170,7 @@ def defer() -> None:
 
 
 def asked() -> bool:
-    """Return whether Ctrl-C was pressed. If so, the caller must end the command, however long that takes."""
+    """Return whether Ctrl-C was pressed. If so, the deadlines no longer apply, and the caller must end the command."""
     if _handler is None or not (_handler.pressed or _handler.heard):
         return False
     _handler.taken = True
@@ -174,7 +178,7 @@ def asked() -> bool:
 
 
 def told() -> None:
-    """Note that the command has printed why it ends, so that a forced exit prints nothing more."""
+    """Record that the command has printed why it ends, so that a forced exit prints nothing more."""
     if _handler is not None:
         _handler.told = True
 
@@ -193,8 +197,10 @@ def forget() -> None:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed in the block. Use this only for waits, which leave nothing
-    half done."""
+    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed while the block runs.
+
+    Use this only for waits: an interrupted wait leaves no work half done.
+    """
     if _handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return

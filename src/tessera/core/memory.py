@@ -21,13 +21,13 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: str) -> None:
-    """Raise MemoryError if `what` needs more bytes on a device than are free there.
+    """Raise MemoryError if a device has less than `num_bytes` of free memory.
 
     Args:
-        num_bytes: bytes on each device.
-        devices: devices of this process. Devices of a CPU share the host's memory.
-        what: subject of the error's sentence, such as "the model".
-        way_out: end of the error's sentence, such as "take a smaller model".
+        num_bytes: bytes needed on each device.
+        devices: devices of this process. CPU devices share the host's memory.
+        what: what needs the bytes, such as "the model"; the error message begins with it.
+        way_out: advice at the end of the error message, such as "take a smaller model".
     """
     share = len(devices) if devices[0].platform == "cpu" else 1
     free = min((room for device in devices if (room := available_bytes(device)) is not None), default=None)
@@ -40,21 +40,22 @@ def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: s
 
 
 def require_programs(weight_bytes: int, what: str) -> None:
-    """Raise MemoryError if a limit on the address space (ulimit -v) leaves too little for `what` and its programs.
+    """Raise MemoryError if a limit on the address space (ulimit -v) leaves too little for a model and its programs.
 
-    Compilers and threads that cannot allocate abort the process. Measured: SmolLM2 (513 MiB of weights) aborts with
-    1.4 GiB left and works with 1.6 GiB, the shipped model (10 MB) works with 0.7 GiB.
+    `what` names the model in the error. XLA's compiler and threads abort the process if they cannot allocate memory.
+    Measured: SmolLM2 (513 MiB of weights) aborts with 1.4 GiB left and works with 1.6 GiB; the shipped model (10 MB)
+    works with 0.7 GiB.
     """
     free, needed = _process_free_bytes(), 2 * weight_bytes + PROGRAM_BYTES
     if free is not None and needed > free:
         raise MemoryError(
-            f"{what} needs {format_bytes(needed)} of address space with its programs, but the limit leaves "
+            f"{what} and its programs need {format_bytes(needed)} of address space, but the limit leaves "
             f"{format_bytes(max(free, 0))} free: raise the limit (ulimit -v), or take a smaller model"
         )
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format bytes in binary units: 1536 -> "1.5 KiB"."""
+    """Format a number of bytes in binary units: 1536 -> "1.5 KiB"."""
     power = next((p for p in range(4) if num_bytes < 1024 ** (p + 1)), 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"
@@ -71,7 +72,7 @@ def _host_free_bytes() -> int | None:
 
 
 def _process_free_bytes() -> int | None:
-    """Return the bytes left under a limit on this process's address space (ulimit -v)."""
+    """Return the bytes left under the limit on this process's address space (ulimit -v); None without a limit."""
     statm = Path("/proc/self/statm")
     if not statm.is_file():
         return None
@@ -84,9 +85,9 @@ def _process_free_bytes() -> int | None:
 
 
 def _container_free_bytes() -> int | None:
-    """Return the bytes left under a container's limit, which /proc/meminfo does not show.
+    """Return the bytes left under a container's memory limit, which /proc/meminfo does not show; None without a limit.
 
-    This is a lower bound: the kernel counts page cache as used, and only the inactive part of it is added back here.
+    This is a lower bound: the kernel counts the page cache as used, and only its inactive part is added back here.
     """
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.is_file() and used.is_file()):

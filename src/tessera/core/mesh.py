@@ -1,7 +1,8 @@
 """The mesh of devices that share one model: its axes "heads" and "context", and the logical axes that they split.
 
-Weights, cache and logits carry the mesh in their shardings, so functions need no mesh argument. `program` enters the
-mesh of a call's first argument; inside, `keep` fixes the sharding of a result. Without a mesh, both do nothing.
+Weights, cache and logits carry the mesh in their shardings, so functions need no mesh argument. A function that
+`program` compiles runs in the mesh of its first argument; in that function, `keep` fixes the sharding of an array.
+Without a mesh, `keep` does nothing.
 
 Training splits the same weights over another mesh, with the axes "data" and "shard" (`train.mesh`).
 """
@@ -34,7 +35,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "slots": CONTEXT,
     }
 )
-"""Logical axis -> mesh axis that splits it. Every device holds the other logical axes whole."""
+"""Logical axis -> mesh axis that splits it. Logical axes that are not listed are not split."""
 
 TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
     {
@@ -63,10 +64,10 @@ class MeshShape(NamedTuple):
 def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     """Parse the shape of a mesh.
 
-    "4x2" is heads = 4, context = 2; "8" is heads = gcd(num_kv_heads, 8), context = 8 / heads.
+    "4x2" means heads = 4, context = 2; "8" means heads = gcd(num_kv_heads, 8), context = 8 / heads.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has neither of these forms.
     """
     found = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", str(text))
     if not found:
@@ -85,10 +86,10 @@ def check(
 
     Args:
         shape: the mesh.
-        sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
-        num_devices: devices that are present, in all processes.
-        num_processes: processes that own these devices; if more than one, the mesh must use every device.
-        window: the model's sliding window in tokens, if any. `attention.context` does not support windows.
+        sizes: the model's sizes by name. The "heads" axis splits each of them, so `shape.heads` must divide each.
+        num_devices: number of devices in all processes.
+        num_processes: number of processes that own these devices; if more than one, the mesh must use every device.
+        window: the model's sliding window in tokens, if any. It rules out more than one device along "context".
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
     way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
@@ -110,7 +111,7 @@ def check(
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh over the first of `devices`; None means all devices of all processes."""
+    """Return a mesh over the first heads x context of `devices`, which default to the devices of all processes."""
     devices = jax.devices() if devices is None else devices
     count = shape.heads * shape.context
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -119,7 +120,8 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
     """Return an array's PartitionSpec from its logical axes.
 
-    If `rules` assign one mesh axis to several of these axes, it splits only the one that comes first in `rules`.
+    If `rules` assigns one mesh axis to several of these axes, the mesh axis splits only the one that is first in
+    `rules`.
     """
     chosen: dict[Any, str] = {}
     for axis, over in rules.items():
@@ -132,7 +134,7 @@ def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding of an array with these logical axes on a mesh, of inference or of training."""
+    """Return the sharding of an array with these logical axes on a mesh for inference or training."""
     return NamedSharding(mesh, spec(axes, TRAINING_RULES if SHARD in mesh.axis_names else RULES))
 
 
@@ -144,7 +146,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def _first_leaf(tree: Any) -> Any:
-    """Descend to the first leaf; flattening all weights of a model for every call would take longer than the call."""
+    """Return the first leaf of a pytree, or None. Flattening all of a model's weights at each call would be slow."""
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None:
         return tree
@@ -152,12 +154,12 @@ def _first_leaf(tree: Any) -> Any:
 
 
 def num_stripes(mesh: Mesh | None) -> int:
-    """Count the devices along "context", which share each sequence's keys in stripes (`attention.context`)."""
+    """Count the devices along the "context" axis, each of which holds a part of every sequence's keys."""
     return _along(mesh, CONTEXT)
 
 
 def num_head_parts(mesh: Mesh | None) -> int:
-    """Count the devices along "heads", which share the heads."""
+    """Count the devices along the "heads" axis, each of which holds a part of the heads."""
     return _along(mesh, HEADS)
 
 
@@ -165,8 +167,8 @@ def _along(mesh: Mesh | None, axis: str) -> int:
     """Return the size of a mesh axis, 1 without a mesh; raise ValueError for a training mesh, which lacks the axis."""
     if mesh is not None and axis not in mesh.shape:
         raise ValueError(
-            f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, so it can only train a "
-            "model: save weights that were trained on it, and load them with mesh=N"
+            f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, so it can train a "
+            "model but not run one: save the trained weights, and load them with mesh=N"
         )
     return 1 if mesh is None else mesh.shape[axis]
 
@@ -177,9 +179,9 @@ def local_devices(tree: Any) -> list[jax.Device]:
 
 
 class Program:
-    """A function that jax.jit compiles with `options`, and that runs inside the mesh of its first argument.
+    """A function that is compiled by jax.jit with `options` and runs in the mesh of its first argument.
 
-    That argument is a pytree of arrays, or, if it is static, a Mesh or None.
+    The first argument is a pytree of arrays, or, if it is static, a Mesh or None.
     """
 
     def __init__(self, function: Callable, **options: Any):
@@ -200,24 +202,27 @@ class Program:
 
 
 def program(**options: Any) -> Callable[[Callable], Program]:
-    """Return a decorator that makes a function a `Program`; `options` are those of jax.jit."""
+    """Return a decorator that makes a function a `Program`; `options` are passed to jax.jit."""
     return lambda function: Program(function, **options)
 
 
 def entered(mesh: Mesh | None) -> AbstractContextManager:
-    """Return a context in which JAX traces for this mesh; for None, one that changes nothing."""
+    """Return a context manager that makes JAX trace for this mesh; for None, one that does nothing."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def keep(tree: Any, *axes: str | None) -> Any:
-    """Fix the sharding of a program's results: split along logical axes; without `axes`, whole on every device."""
+    """Fix the sharding of arrays inside a program; without a mesh, return them unchanged.
+
+    `axes` gives the logical axis, or None, of each dimension. Without `axes`, every device holds the whole arrays.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(axes)), tree)
 
 
 def put(x: np.ndarray, mesh: Mesh | None, *axes: str | None) -> np.ndarray | jax.Array:
-    """Put a host array on a mesh, split as `keep` splits it; without a mesh, return it.
+    """Put a host array on a mesh, split as `keep` would split it; without a mesh, return it unchanged.
 
     A program compiles once for a host array and again for an array on the mesh. A loop that passes a program's result
     back to the program therefore calls `put` on the first input. Every process must hold the same values.

@@ -2,11 +2,11 @@
 
 Process 0 listens at HOST:PORT. The others connect, send digests of their arguments (`facts`), and receive a verdict:
 whether all agree. Only then does JAX start its own service at PORT + 1, because that service aborts a process that
-waits too long and takes seconds to notice a process that died. The connections stay open. When a process ends, for any
-reason, the system closes its connections; the others notice at once, print one sentence and exit.
+waits too long, and needs seconds to notice that a process died. The connections stay open. When a process is killed,
+the system closes its connections; the others notice at once, print one sentence and exit.
 
 Each message is one line of JSON: a process's greeting, the verdict, then how a process ended: "done", "interrupted" or
-"failed". A connection that closes without the last message means that the process was killed.
+"failed". If a connection closes without the last message, the process was killed.
 """
 
 import atexit
@@ -26,20 +26,20 @@ from tessera.core.interrupt import STATUS as INTERRUPTED
 FAILED = 2
 """Exit code of a process that ends because another process failed or was killed."""
 LEAVE_S = 10.0
-"""Seconds that a finished process waits for the others before it leaves."""
+"""Maximum seconds that a finished process waits for the others before it exits."""
 GREETING_S = 5.0
-"""Maximum seconds until a connected process has sent its greeting."""
+"""Maximum seconds that process 0 waits for the greeting of a process that has connected."""
 MAX_LINE_BYTES = 1 << 14
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Place(NamedTuple):
-    """This process's place among all.
+    """This process's number, how many processes there are, and where process 0 listens.
 
     Attributes:
         host, port: where process 0 listens.
         count: number of processes.
-        index: this process, 0 to count - 1.
+        index: number of this process, from 0 to count - 1.
     """
 
     host: str
@@ -49,10 +49,10 @@ class Place(NamedTuple):
 
 
 def place(coordinator: str, count: int, index: int) -> Place:
-    """Return the place that the flags --coordinator, --processes and --process describe.
+    """Return the `Place` that the flags --coordinator, --processes and --process describe.
 
     Raises:
-        ValueError: the address is not HOST:PORT, or the numbers do not fit each other.
+        ValueError: the address is not HOST:PORT, `count` is below 2, or `index` is not between 0 and count - 1.
     """
     found = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", coordinator)
     if not found or not 1 <= int(found[2]) < 65535:
@@ -80,10 +80,11 @@ class Lifeline:
             threading.Thread(target=self._listen, args=(index, peer), daemon=True, name=f"process-{index}").start()
 
     def leave(self, status: int) -> None:
-        """Tell the other processes how this one ended, and make Python exit at once, without JAX's shutdown.
+        """Tell the other processes how this one ended, and make Python skip JAX's shutdown when it exits.
 
-        If status is 0, wait up to LEAVE_S until the others are done, too. Process 0, which runs JAX's service, waits
-        until they have exited, because JAX aborts a process that outlives the service.
+        `status` is this process's exit code. If it is 0, wait up to LEAVE_S seconds until the other processes are done,
+        too. Process 0, which runs JAX's service, waits until they have exited, because JAX aborts a process that
+        outlives the service.
         """
         self._status = status
         atexit.register(self._exit)  # runs before JAX's exit handler, which may wait for minutes
@@ -95,7 +96,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Sleep 2 s after a collective failed. If the cause is that another process ended, `watch` ends this one."""
+        """Sleep 2 s after a failed collective. If a process that ended caused the failure, `watch` ends this one."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:
@@ -121,7 +122,7 @@ class Lifeline:
             self._change.notify_all()
 
     def _end(self, index: int, how: str) -> None:
-        """End this process because process `index` ended; process 0 first tells the rest."""
+        """End this process because process `index` ended; process 0 first tells the other processes."""
         if self._status is not None:  # this process is ending already
             return
         if self._place.index == 0:
@@ -141,13 +142,13 @@ def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
     """Connect to the other processes, and start JAX across all of them.
 
     Args:
-        place: this process's place.
+        place: this process's number, and where process 0 listens.
         facts: digests, by name, of everything that must be the same in all processes.
         wait_s: seconds to wait for the others.
 
     Raises:
         ValueError: process 0 does not answer in time; a process does not connect in time; two processes have the same
-            number; a process's facts differ from those of process 0; or process 0 cannot listen at the address.
+            number; a process's facts differ from process 0's; or process 0 cannot listen at the address.
     """
     deadline = time.monotonic() + wait_s
     peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)
@@ -173,7 +174,7 @@ def start_jax(place: Place) -> None:
 
 
 def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
-    """As process 0, wait for every process, compare its facts with our own, and send all of them the verdict."""
+    """In process 0: wait for every other process, compare its facts with ours, and send all of them the verdict."""
     peers: dict[int, socket.socket] = {}
     errors = []
     _listener(place._replace(port=place.port + 1)).close()  # fail now if JAX's port is taken; JAX would report it late
@@ -181,7 +182,9 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
         while len(peers) < place.count - 1:
             if (peer := _accept(listener, deadline)) is None:
                 missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
-                errors.append(f"process {missing} of {place.count} did not connect within {wait_s:g} s: start it too")
+                errors.append(
+                    f"process(es) {missing} of {place.count} did not connect within {wait_s:g} s: start every process"
+                )
                 break
             greeting = _receive(peer, min(deadline, time.monotonic() + GREETING_S))
             if not _is_greeting(greeting):
@@ -204,21 +207,23 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
 
 
 def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
-    """Connect to process 0, send this process's facts, and wait for the verdict."""
+    """In every other process: connect to process 0, send this process's facts, and wait for the verdict."""
     greeting = {"tessera": 1, "process": place.index, "processes": place.count, "facts": dict(facts)}
     where = f"{place.host}:{place.port}"
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
             raise ValueError(
-                f"no process 0 answers at --coordinator {where} within {wait_s:g} s: start process 0 there, with the "
-                f"same --coordinator, or correct the address"
+                f"process 0 did not answer at --coordinator {where} within {wait_s:g} s: start process 0 there, with "
+                f"the same --coordinator, or correct the address"
             )
         try:
             peer = socket.create_connection((place.host, place.port), timeout=min(left, 5))
             break
         except socket.gaierror as error:
-            raise ValueError(f"--coordinator {where} names no host: {error.strerror}") from error
+            raise ValueError(
+                f"--coordinator {where} has an unknown host ({error.strerror}): correct the address"
+            ) from error
         except OSError:  # process 0 is not there yet
             time.sleep(0.1)
     with suppress(OSError):
@@ -226,7 +231,9 @@ def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: floa
     verdict = _receive(peer, deadline + GREETING_S)  # process 0 waits for the others until the deadline
     if verdict is None or not isinstance(verdict.get("error", ...), str | None):
         peer.close()
-        raise ValueError(f"--coordinator {where} is not process 0 of a tessera command: correct the address")
+        raise ValueError(
+            f"the program at --coordinator {where} is not process 0 of a tessera command: correct the address"
+        )
     if verdict["error"]:
         peer.close()
         raise ValueError(verdict["error"])
@@ -240,15 +247,18 @@ def _close(peers: Mapping[int, socket.socket]) -> None:
 
 
 def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peers: Mapping[int, object]) -> list[str]:
-    """Return an error for each way in which a greeting contradicts the arguments of process 0."""
+    """Return an error message for each difference between a process's greeting and the arguments of process 0."""
     index, count = greeting["process"], greeting["processes"]
     if count != place.count:
-        return [f"process {index} has --processes {count}, but process 0 has {place.count}: give all the same number"]
+        return [
+            f"process {index} has --processes {count}, but process 0 has {place.count}: "
+            "give every process the same number"
+        ]
     if not 0 < index < place.count or index in peers:
         return [f"two processes were given --process {index}: number them 0 to {place.count - 1}"]
     other = greeting["facts"]
     return [
-        f"process {index} has a different {name} from process 0: give all processes the same"
+        f"process {index} has a different {name} from process 0: give all processes the same {name}"
         for name, value in facts.items()
         if other.get(name) != value
     ]
@@ -266,7 +276,10 @@ def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
 
 
 def _receive(peer: socket.socket, deadline: float) -> dict | None:
-    """Receive one line with a JSON object; None if the peer sends anything else, or nothing before the deadline."""
+    """Receive one line with a JSON object; None if the peer sends anything else, or nothing before the deadline.
+
+    If the peer closes the connection without sending anything, return an error that says that process 0 ended.
+    """
     line = b""
     try:
         while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
@@ -289,8 +302,7 @@ def _is_greeting(found: Mapping | None) -> bool:
 
 
 def _listener(place: Place) -> socket.socket:
-    """Open a listening socket. If `place.host` is a loopback address, listen only there, else on every address of this
-    host."""
+    """Open a listening socket: at `place.host` if that is a loopback address, else at every address of this host."""
     host = place.host if place.host in LOOPBACK else ""
     family = socket.AF_INET6 if place.host == "::1" else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -300,7 +312,8 @@ def _listener(place: Place) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(
-            f"process 0 cannot listen at --coordinator {place.host}:{place.port} ({error.strerror}): take another port"
+            f"process 0 cannot listen at {place.host}:{place.port} ({error.strerror}): choose a --coordinator "
+            "port such that it and the next port are free"
         ) from error
     listener.listen(place.count)
     return listener

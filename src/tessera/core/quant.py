@@ -1,15 +1,15 @@
-"""Quantised matrices: a pytree node that replaces a weight [E,D], and the forms in which weights can be loaded.
+"""Quantised matrices: a pytree node that replaces a weight [E,D], and the forms in which weights can be stored.
 
-E counts the outputs of the matrix, D its inputs, and G = D / g its groups of g inputs:
+E is the number of outputs of the matrix, D the number of its inputs, and G = D / g the number of groups of g inputs:
 
     W[e,d] ~ values[e,d] * scale[e]                        one scale per output channel
     W[e,d] ~ values[d // g, d % g, e] * scale[d // g, e]   one scale per group of g inputs
              + zero[d // g, e]                             GGUF's Q4_1 only
 
-Values in groups are stored as [G,g,E], because XLA on TPU then fuses the conversion into one batched product per group.
-Four-bit values are `jnp.int4` except on CPU, where XLA unpacks that type one value at a time; there a byte holds two
-values, one from the first half of a row (or group) in its low four bits and one from the second half in its high four
-bits.
+Values in groups are stored as [G,g,E], because XLA on TPU then fuses their conversion to float into one matrix product
+that is batched over the groups. Four-bit values are `jnp.int4` (or `jnp.uint4`) except on CPU, where XLA unpacks these
+types one value at a time. On CPU, a byte holds two values: one from the first half of a row (or group) in its low four
+bits, and one from the second half in its high four bits.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ class Form:
 
     Attributes:
         kind: "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa).
-        group: inputs that share a scale; 0 for one scale per output channel.
-        rounds_rows: round the activations of long calls to int8, too (w8a8).
+        group: number of inputs that share a scale; 0 for one scale per output channel.
+        rounds_rows: whether products with many rows round the activations to int8, too (w8a8).
     """
 
     kind: str
@@ -68,7 +68,7 @@ NAMES = (*FORMS, STORED)
 """Names of all forms: the values that `load(weights=...)` accepts."""
 
 LARGEST: Final[Mapping[str, float]] = MappingProxyType({"int8": 127.0, "int4": 7.0, "fp8": 448.0})
-"""Largest magnitude of a value. -128 and -8 are unused, so that the integers are symmetric around 0."""
+"""Largest magnitude of a value, by kind. -128 and -8 are unused, so that the integers are symmetric around 0."""
 
 
 DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
@@ -79,16 +79,18 @@ DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
         "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
     }
 )
-"""Dtype of the values by kind, where they are not packed."""
+"""Dtype of values that are not packed, by kind."""
 
 BLOCK_VALUES = 1 << 18
-"""Values rounded at a time. Their temporary copies fit the CPU's cache and add little to peak memory."""
+"""Number of values rounded at a time: so few that their temporary copies fit in the CPU's cache."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """A quantised matrix [E,D], in the place of a float array in `Params`; arrays of stacked layers have a leading L.
+    """A quantised matrix [E,D], which replaces a float array in a model's weights.
+
+    If the matrices of all layers are stacked, each array has a leading axis L.
 
     Attributes:
         values: [E,D], or [G,g,E] with groups; packing two four-bit values per byte halves D or g.
@@ -96,12 +98,13 @@ class Quantised:
         zero: float16 [G,E], added to each value of the group; None for symmetric forms.
         sample: bfloat16 [64], evenly spaced elements of the original weight, which identify it.
         kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".
-        group: inputs that share a scale; 0 for one scale per output channel.
-        rounds_rows: see `Form`.
-        stretches: number of equal runs of the inputs, one per device that shares them. Each run packs its first half
-            with its second, so that a device unpacks only its own inputs.
-        shared: number of devices that share the inputs; in `products`, each device scales its sum before all are added.
-        float_dtype: name of the model's float dtype, in which an embedding lookup returns its rows.
+        group: number of inputs that share a scale; 0 for one scale per output channel.
+        rounds_rows: whether products with many rows round the activations to int8, too (w8a8).
+        stretches: number of equal runs into which the inputs of a packed row are divided, one per device that shares
+            the inputs. Each run packs its first half with its second half, so that a device unpacks only its own run.
+        shared: number of devices among which the inputs are divided. Each device scales its partial product before the
+            partial products are added.
+        float_dtype: name of the model's float dtype. An embedding lookup returns rows of this dtype.
     """
 
     values: Array
@@ -117,12 +120,12 @@ class Quantised:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two values."""
+        """Whether each byte of `values` holds two four-bit values."""
         return self.kind in ("int4", "uint4") and self.values.dtype == np.int8
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix that this object replaces, with the leading L of stacked layers."""
+        """Shape of the matrix that this object replaces; with stacked layers, it has the leading axis L."""
         twice = 2 if self.packed else 1
         if not self.group:
             return (*self.values.shape[:-1], twice * self.values.shape[-1])
@@ -145,7 +148,7 @@ class Quantised:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Return whether `leaf` is a `Quantised`. As `is_leaf`, this keeps jax.tree.map from descending into its arrays."""
+    """Return whether `leaf` is a `Quantised`. Passed as `is_leaf`, this makes jax.tree.map treat each as one leaf."""
     return isinstance(leaf, Quantised)
 
 
@@ -155,7 +158,7 @@ def has_quantised(tree: Any) -> bool:
 
 
 def gathered(tree: Any) -> Any:
-    """Return the pytree with shared = 1 in its quantised matrices, for devices that hold whole matrices."""
+    """Return the pytree with `shared` = 1 in its quantised matrices, for use where each device holds all inputs."""
     return jax.tree.map(lambda x: replace(x, shared=1) if is_quantised(x) else x, tree, is_leaf=is_quantised)
 
 
@@ -178,22 +181,25 @@ def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -
         name: the matrix's name, for the error.
         shape: [E,D].
         form: the form to store the matrix in.
-        parts: devices that share the inputs D.
+        parts: number of devices among which the inputs D are divided.
     """
     width = shape[-1] // parts
-    has = f"{name} has {width}" + (f" on each of the {parts} devices that share them" if parts > 1 else "")
+    has = f"{name} has {width}" + (f" on each of {parts} devices" if parts > 1 else "")
     if form.group and width % form.group:
         fits = [f"int4-g{group}" for group in GROUPS if width % group == 0]
         raise ValueError(
-            f"weights='int4-g{form.group}' needs inputs in multiples of {form.group}, and {has}: pass "
+            f"weights='int4-g{form.group}' needs a multiple of {form.group} inputs, but {has}: pass "
             f"weights={' or '.join(map(repr, [*fits, 'int8' if width % 2 else 'int4']))}"
         )
     if form.kind == "int4" and not form.group and width % 2:
-        raise ValueError(f"weights='int4' packs two inputs per byte, and {has}: pass weights='int8'")
+        raise ValueError(f"weights='int4' needs an even number of inputs, but {has}: pass weights='int8'")
 
 
 def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the arrays of a quantised matrix [outputs,inputs] by their names in `Quantised`; `packed` as on a CPU."""
+    """Return the shapes and dtypes of the arrays of a quantised matrix [outputs,inputs], by their names in `Quantised`.
+
+    With `packed`, two four-bit values share a byte, as they do on CPU.
+    """
     width, dtype = form.group or inputs, DTYPES[form.kind]
     if packed and form.bits == 4:
         width, dtype = width // 2, np.dtype(np.int8)
@@ -208,16 +214,17 @@ def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) ->
 
 @cache
 def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
-    """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it."""
+    """Return the bytes of a quantised matrix [outputs,inputs], scales included; a four-bit value takes half a byte."""
     return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))
 
 
 def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
-    """Round float32 rows [M,D] to values [M,n,g] and scales [M,n]: g is the group, or all D inputs (n = 1).
+    """Round M float32 rows [M,D] to values [M,n,g] and scales [M,n].
 
-    scale = max |w| / LARGEST per channel or group, values = round(w / scale). A group's scale is rounded to float16
-    before its values are rounded by it. Scales that clip the largest values for a smaller squared error made four bits
-    per channel worse on a real model (LOG.md).
+    n is the number of groups of g inputs in a row; without groups, n = 1 and g = D. scale = max |w| / LARGEST per row
+    or group, values = round(w / scale). A group's scale is rounded to float16 before its values are divided by it.
+    Scales that clip the largest values to reduce the squared error made int4 without groups worse on a real model
+    (LOG.md).
     """
     count, inputs = rows.shape
     width, largest = form.group or inputs, np.float32(LARGEST[form.kind])
@@ -235,13 +242,19 @@ def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(values: np.ndarray, axis: int) -> np.ndarray:
-    """Pack int8 values of -8 to 15, two per byte: low four bits from the axis's first half, high from its second."""
+    """Pack int8 values from -8 to 15, two per byte, into half of `axis`.
+
+    A byte's low four bits come from the first half of the axis, its high four bits from the second half.
+    """
     low, high = np.split(values, 2, axis)
     return (low & 15) | (high << 4)
 
 
 def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
-    """Return the two halves of packed values along the packed axis, as int8."""
+    """Return the two halves that `pack` put into the low and the high four bits, as int8.
+
+    `signed` says whether the values are from -8 to 7 or from 0 to 15.
+    """
     four = np.int8(4)
     high = jax.lax.shift_right_arithmetic(packed, four)
     if not signed:

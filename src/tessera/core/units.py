@@ -30,7 +30,7 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number, or each number of an array, to four significant digits, so that plans stay readable.
+    """Round a number, or each number of an array, to four significant digits, so that plan files stay readable.
 
     An array becomes nested lists.
     """

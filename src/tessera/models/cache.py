@@ -1,11 +1,11 @@
 """The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile of keys is one
 block of memory.
 
-An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. A
-scale that several positions shared would have to change, with their stored integers, when positions are added.
+An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. If
+several positions shared a scale, a new position could change the scale, and then all their stored integers.
 
-A paged cache has a pool of P pages, [P,K,page,H], per layer and one page table for all layers; `models.pages` hands out
-the pages.
+A paged cache has one pool of P pages, [P,K,page,H], for the keys of each layer and one for its values, where `page` is
+the number of positions per page. All layers share one page table; `models.pages` hands out the pages.
 """
 
 from collections.abc import Iterable
@@ -28,12 +28,15 @@ INT8_MAX = 127
 
 
 class Cache(NamedTuple):
-    """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
+    """Keys and values of every layer, each a tuple over layers (unrolled layers) or one stacked array (lax.scan).
 
-    With `pages`, the page table of all layers, k and v are pools of P pages, [P,K,page,H], instead; see `KeyValues`.
+    A one-layer cache holds that layer's arrays.
 
-    `scales` holds [B,K,2,S] per layer, as a tuple or stacked like k and v: the scales of int8 keys (0) and values (1).
-    It is None for a float cache.
+    Attributes:
+        k, v: [B,K,S,H] per layer; in a paged cache, pools of P pages, [P,K,page,H]. Stacked arrays have a leading L.
+        scales: scales of the keys (index 0) and values (index 1) of an int8 cache, [B,K,2,S] per layer, or
+            [P,K,2,page] if paged; None for a float cache.
+        pages: page table of a paged cache: the pages of each sequence, in order of position. None if not paged.
     """
 
     k: tuple[Array, ...] | Array
@@ -43,26 +46,26 @@ class Cache(NamedTuple):
 
     @classmethod
     def of_layers(cls, layers: Iterable["Cache"]) -> "Cache":
-        """Join the caches of single layers into a tuple over layers."""
+        """Join one-layer caches into one cache whose arrays are tuples over layers."""
         *arrays, pages = zip(*layers)
         return cls(*(None if parts[0] is None else parts for parts in arrays), pages=pages[0])
 
     def layer(self, index: int) -> "Cache":
-        """Return the cache of one layer, from a tuple over layers."""
+        """Return layer `index` as a one-layer cache; this cache's arrays must be tuples over layers."""
         return Cache(*(None if part is None else part[index] for part in self[:3]), pages=self.pages)
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
-        """Return this one-layer cache, or layer `at` of a stacked cache, in the form that kernels read."""
+        """Return this one-layer cache as kernels read it; in a stacked cache, `at` = (index,) selects the layer."""
         return KeyValues(self.k[at], self.v[at], self.pages, None if self.scales is None else self.scales[at])
 
     @property
     def num_keys(self) -> int:
-        """Positions per sequence that the cache has room for."""
+        """Number of positions per sequence for which the cache has room."""
         return self._slots if self.pages is None else self._slots * self.pages.shape[1]
 
     @property
     def page(self) -> int | None:
-        """Positions per page; None if the cache is contiguous."""
+        """Number of positions per page; None if the cache is not paged."""
         return None if self.pages is None else self._slots
 
     @property
@@ -71,15 +74,15 @@ class Cache(NamedTuple):
 
 
 def check_contiguous(cache: Cache) -> None:
-    """Raise ValueError if the cache is paged: its sequences have no rows that could be copied or enlarged."""
+    """Raise ValueError if the cache is paged, since it then has no row per sequence to copy or enlarge."""
     if cache.pages is not None:
-        raise ValueError("a paged cache has no row per sequence: share or allocate pages instead")
+        raise ValueError("the cache is paged and has no row per sequence to copy or enlarge: share or allocate pages")
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
     """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
 
-    For a pool of P pages, pass batch = P and num_keys = positions per page; the caller then adds the page table.
+    For a paged cache, pass batch = number of pages and num_keys = positions per page, and then add the page table.
     """
     lead = (batch, config.num_kv_heads)
 
@@ -101,14 +104,15 @@ def extend(
     stripe: int | None = None,
     q_len: Int32[Array, "B"] | None = None,
 ) -> Cache:
-    """Write T new keys and values per sequence, from q_start on, as `append` does; an int8 cache quantises them first.
+    """Write T new keys and values per sequence, from position q_start on; for an int8 cache, quantise them first.
 
-    Stored keys and values are neither read nor changed. `stripe` is for float caches only: see `append`. A paged cache
-    needs q_len, the number of rows per sequence that are not padding; see `append_pages`.
+    Stored keys and values before q_start are neither read nor changed. `layer` and `stripe` are as in `append`; only
+    float caches support `stripe`. A paged cache needs q_len, the number of new positions per sequence that are not
+    padding; see `append_pages`.
     """
     if cache.pages is not None:
         if q_len is None:
-            raise ValueError("q_len=None: a paged cache needs q_len, or padding would be written")
+            raise ValueError("q_len=None, but a paged cache needs it: pass the number of new tokens of each sequence")
         return append_pages(cache, k_BTKH, v_BTKH, q_start, q_len, layer)
     if cache.scales is None:
         k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
@@ -125,9 +129,10 @@ def quantised(k_BTKH: Array, v_BTKH: Array) -> tuple[Array, Array, BFloat16[Arra
 
 
 def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[Array, "..."]]:
-    """Return int8 q and a scale with |q * scale - x| <= scale / 2; zeros have scale 0, NaN and inf have scale NaN.
+    """Return int8 q and one scale per vector, with |q * scale - x| <= scale / 2.
 
-    The scale is max |x| / 127 rounded up, so that no q exceeds 127.
+    The scale is max |x| / 127, rounded up to a bfloat16 so that no q exceeds 127. It is 0 for a vector of zeros, and
+    NaN for a vector that holds NaN or infinity.
     """
     x = x.astype(jnp.float32)
     exact = jnp.max(jnp.abs(x), axis=-1) / INT8_MAX
@@ -139,7 +144,7 @@ def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[A
 
 
 def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
-    """Inside a program, fix the cache's sharding on the mesh: split by KV heads and, with `stripe`, by positions."""
+    """Inside a program, fix the cache's sharding on the mesh: split by KV head and, with `stripe`, also by position."""
     stacked = not isinstance(cache.k, tuple)
     axes = *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots"
     return keep(cache._replace(pages=None), *axes)._replace(pages=keep(cache.pages))
@@ -152,10 +157,11 @@ def append(
     layer: tuple[Int32[Array, ""], ...] = (),
     stripe: int | None = None,
 ) -> Float[Array, "*L B K S H"]:
-    """Write the keys or values of T new positions per sequence, from q_start on; `layer` selects a stacked layer.
+    """Write the keys or values of T new positions per sequence, from position q_start on.
 
-    With `stripe`, devices of the mesh axis "context" hold the cache in stripes; `context.append` states the conditions.
-    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
+    `layer` = (index,) selects the layer of a stacked cache. With `stripe`, the devices of the mesh axis "context" hold
+    the cache in stripes of `stripe` positions; `context.append` states the conditions. The caller must ensure
+    q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if stripe is not None and context.traced_stripes() > 1:
@@ -171,12 +177,12 @@ def append_pages(
     q_len: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
 ) -> Cache:
-    """Write T new keys and values per sequence into its pages, from position q_start on.
+    """Write T new keys and values per sequence into the sequence's pages, from position q_start on.
 
-    Rows are written in runs of gcd(T, page) positions. q_start must be a multiple of that length: a single token may
-    start anywhere, a chunk at a multiple of the smallest chunk. Rows from q_len on are padding. A run that holds
-    only padding goes to the null page, so a sequence of q_len = 0 keeps its pages unchanged. The padding in other runs
-    is written to positions that hold no token yet.
+    They are written in runs of gcd(T, page) positions, and q_start must be a multiple of that length. The new keys and
+    values from index q_len on are padding. A run that holds only padding is written to the null page (`pages.NULL`), so
+    the pages of a sequence with q_len = 0 do not change. Padding in other runs is written to positions that hold no
+    token yet.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
     num_rows, page = k.shape[1], cache.page
@@ -188,7 +194,7 @@ def append_pages(
     where = ids.reshape(-1), (position % page).reshape(-1)
 
     def write(pool: Array, new: Array, axis: int) -> Array:
-        """Write `new` [B,K,...], whose `axis` counts rows, into the pool, run by run."""
+        """Write `new` [B,K,...], whose axis `axis` has the new positions, into the pool, run by run."""
         new = jnp.stack(jnp.split(new, len(first), axis=axis), axis=1).astype(pool.dtype)
         new = new.reshape(-1, *new.shape[2:])
 
@@ -207,7 +213,7 @@ def append_pages(
 
 
 def _write(cache: Array, rows: Array, q_start: Array, layer: tuple[Array, ...], axis: int) -> Array:
-    """Write rows[b] at q_start[b] along `axis` of the cache's last three dimensions."""
+    """For each sequence b, write rows[b] at q_start[b] along dimension `axis` of the cache's last three."""
     zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64, unlike q_start's int32
     for b in range(rows.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
         row = jnp.expand_dims(rows[b], range(cache.ndim - 3))

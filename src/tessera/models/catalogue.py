@@ -51,4 +51,4 @@ MODELS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 )
 
 ANCHORS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""Model -> anchor layers that the Kascade paper gives. A step's cost depends only on their number."""
+"""Model -> its anchor layers in the Kascade paper. The cost of a step depends only on how many there are."""

@@ -1,4 +1,4 @@
-"""Render chat templates in a worker process: a template is an untrusted program that may never end."""
+"""Render chat templates in a worker process, because a template is an untrusted program that may never end."""
 
 import signal
 import sys
@@ -15,19 +15,21 @@ from tessera.core.escapes import escaped
 WORKER = Path(__file__).with_name("template_worker.py")
 
 LIMIT_S = 10.0
-"""Maximum seconds for rendering a template, plus one per MILLION characters of the conversation. Templates take
-milliseconds, but on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
+"""Maximum seconds to render a template; one more second is allowed per MILLION characters of the conversation.
+
+Templates take milliseconds, but on a busy machine a conversation of a million tokens takes seconds to cross the pipe.
+"""
 MILLION = 1_000_000
 READY_S = 60.0
-"""Maximum seconds until the worker is ready. Its start takes 0.2 s on an idle machine."""
+"""Maximum seconds until the worker is ready. Starting it takes 0.2 s on an idle machine."""
 FREE_CHARACTERS = 1 << 20
-"""Characters that every template may write; GROWTH more are allowed per character of the conversation as JSON."""
+"""Characters that any template may write; GROWTH more are allowed per character of the conversation as JSON."""
 GROWTH = 4
 LONGEST_REASON = 300
 
 
 class Renderer:
-    """Worker process that renders templates. It starts at the first rendering and ends when this object does."""
+    """Worker process that renders templates. It starts at the first rendering and ends when this object is deleted."""
 
     def __init__(self):
         self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)
@@ -43,7 +45,7 @@ class Renderer:
         Args:
             template: jinja source.
             variables: the template's variables, plain JSON data.
-            size: characters of the conversation as JSON; the limits on time and output grow with it.
+            size: number of characters of the conversation as JSON; the limits on time and output grow with it.
 
         Raises:
             ValueError: the template is invalid, fails, or exceeds its limit on time, memory or output.
@@ -67,9 +69,9 @@ def _reason(ended: Ended, limit_s: float) -> str:
     if ended.late or ended.status == -signal.SIGALRM:
         return f"it takes longer than {limit_s:g} s"
     if "MemoryError" in ended.said:
-        return "it needs more memory than it may have"
-    return f"its process ended with status {ended.status}: {ended.said}"
+        return "it needs more memory than its limit allows"
+    return f"its process ended with exit status {ended.status}: {ended.said}"
 
 
 def _refusal(reason: str) -> ValueError:
-    return ValueError(f"the chat template refused the conversation: {escaped(reason, LONGEST_REASON)}")
+    return ValueError(f"the chat template cannot render the conversation: {escaped(reason, LONGEST_REASON)}")

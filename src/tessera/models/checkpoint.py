@@ -65,30 +65,30 @@ from tessera.models.weights import (
 )
 
 Tensor = tuple[jax.Array | Quantised, int | None]
-"""A weight: (its array, None), or (array of all layers, index of the layer)."""
+"""A weight: (its array, None), or (array of all layers' weights, index of the layer)."""
 
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-"""Pattern of a hub id. Any other name, and any that ends in .gguf, is a path, so a mistyped path is not looked up on
-the hub."""
+"""Pattern of a hub id. A name that does not match, or that ends in .gguf, is taken as a path, so that a mistyped path
+is not looked up on the hub."""
 RETRY = "correct config.json, or download the model again"
 
 
 def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
-    """Locate a model: a local folder or GGUF file, a fetched model's name, or a Hugging Face hub id.
+    """Return the path of a model, given as a local folder or GGUF file, a key of `fetch.SOURCES`, or a hub id.
 
-    A hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if the config is supported,
-    the weights. With `config_only`, only the config files are downloaded. If a save of the folder was killed between
-    its two renames, `finish_swap` first completes the save.
+    The model of a Hugging Face hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if
+    the config is supported, the weights. With `config_only`, only the config files are downloaded. If a save of the
+    folder was killed between its two renames, `finish_swap` first completes the save.
 
     Raises:
-        ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
-            or cannot be reached.
+        ValueError: there is no such folder or file, the named model has not been fetched yet, or the hub has no such
+            model or cannot be reached.
     """
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"model {quoted(str(name))} names no user's home folder: pass the full path") from error
+        raise ValueError(f"model {quoted(str(name))} begins with an unknown home folder: pass the full path") from error
     finish_swap(path)
     if path.is_dir() or path.is_file():
         return path
@@ -113,19 +113,19 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model {name!r} is neither a folder here nor reachable on the Hugging Face hub ({reason}): "
-            f"check the name, the network and your access, or pass a folder"
+            f"model {name!r} is neither a local folder nor reachable on the Hugging Face hub ({reason}): "
+            f"check the name, the network and your access rights, or pass a folder"
         ) from error
 
 
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
     """Return a model's config and the folder or file that holds it, without reading or downloading weights.
 
-    `name` is as in `resolve`, or a key of `catalogue.MODELS`, for which the path is None. For a hub id, only
+    `name` is as for `resolve`, or a key of `catalogue.MODELS`; for a key, the returned path is None. For a hub id, only
     config.json and generation_config.json are downloaded.
 
     Raises:
-        ValueError: as `resolve` and `read_config`.
+        ValueError: for the reasons given in `resolve` and `read_config`.
     """
     if str(name) in catalogue.MODELS and not Path(name).exists():
         return catalogue.MODELS[str(name)], None
@@ -143,7 +143,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
 
     Raises:
         ValueError: the folder or file does not exist, its JSON or GGUF is broken, or a key or value is not supported;
-            the message names it.
+            the message names the problem.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -153,7 +153,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
         return config
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json: pass a Hugging Face folder")
+        raise ValueError(f"{folder} is not a model folder (it has no config.json): pass a Hugging Face folder")
     generation = folder / "generation_config.json"
     raw, extra = read_json(path), read_json(generation) if generation.is_file() else {}
     try:
@@ -163,10 +163,10 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
 
 
 def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
-    """Read the tokenizer of a Hugging Face folder or a GGUF file; None if it has none.
+    """Read the tokenizer of a Hugging Face folder or a GGUF file; return None if the model has none.
 
     Raises:
-        ValueError: the tokenizer is broken or in an unsupported form.
+        ValueError: the tokenizer is broken or of an unsupported kind.
     """
     folder = Path(folder)
     return gguf_tokenizer(read_gguf(folder)) if folder.is_file() else load_tokenizer(folder)
@@ -186,16 +186,16 @@ def load_params(
     Args:
         folder: folder with model.safetensors, or with model.safetensors.index.json and its shards; or a GGUF file.
         config: the model's config; every tensor is checked against it before any is read.
-        dtype: dtype of the weights in memory, float32 or bfloat16; None is config.dtype.
+        dtype: dtype of the weights in memory, float32 or bfloat16; None means config.dtype.
         stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
-        mesh: devices that share the weights (`core.mesh.RULES`); each process reads only what its devices hold. None
-            loads everything on the default device.
-        weights: form in which matrices are held, one of `core.quant.NAMES`; None holds them in `dtype`.
+        mesh: devices among which the weights are divided (`core.mesh.RULES`); each process reads only what its devices
+            hold. None loads everything onto the default device.
+        weights: form in which matrices are stored in memory, one of `core.quant.NAMES`; None stores them in `dtype`.
 
     Raises:
         ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; a
-            weight is not finite; a file was replaced while it was read; or the form cannot hold a matrix.
+            weight is not finite; a file was replaced while it was read; or the form cannot store a matrix.
     """
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
@@ -248,18 +248,18 @@ def save_folder(
 
     All files go into a new folder, to which `extra(new)` may add more. The new folder then replaces the old one
     atomically, so a kill never leaves shards of both models (see `replace_folder`). Other files of the old folder stay,
-    such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
+    such as notes or, if `tokenizer` is None, the old tokenizer's files. The disk needs space for both folders.
 
     Raises:
-        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), the weights are
+        ValueError: the folder cannot be replaced (it is a file, a mount point or the working folder), the weights are
             quantised, or several processes hold parts of them.
     """
     if not getattr(params.embed, "is_fully_addressable", True):
         raise ValueError("several processes hold parts of the weights: load the model in one process to save it")
     if has_quantised(params):
         raise ValueError(
-            "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "
-            "own: load the model without weights=, and save that"
+            "these weights are quantised, and saving them would pass off rounded values as the model's own: load the "
+            "model without weights=, and save that"
         )
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
@@ -296,8 +296,9 @@ def is_model_file(name: str) -> bool:
 def fingerprint(params: Params, config: ModelConfig) -> str:
     """Return a short id of the weights, equal for stacked and unrolled layers and for float32 and bfloat16 in memory.
 
-    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16. Quantised
-    weights keep those elements of the original, so that a plan of the model fits them, too.
+    The id is the start of a SHA-256 hash of the config and of 64 evenly spaced elements of each tensor, rounded to
+    bfloat16. Quantised weights keep these elements of the original weights, so their id is the same, and plans for the
+    model apply to them, too.
     """
     digest, take = hashlib.sha256(), getitem if mesh_of(params) is None else take_split
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
@@ -321,9 +322,9 @@ def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
 
 
 def files_digest(source: str | os.PathLike) -> str:
-    """Return an id of a model's files, read from the config, the headers and some bytes of each tensor.
+    """Return an id of a model's files: a hash of the config, the headers and some bytes of each tensor.
 
-    Unlike `fingerprint`, it needs no weights in memory, so processes can compare their models before they load them.
+    Unlike `fingerprint`, this needs no weights in memory, so processes can compare their models before they load them.
     """
     source, config = Path(source), read_config(source)
     stored = gguf_tensors(read_gguf(source), config) if source.is_file() else read_index(source)
@@ -338,7 +339,10 @@ def files_digest(source: str | os.PathLike) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Raise ValueError if names or shapes do not fit the config. For GGUF, `read_gguf` has checked sizes and types."""
+    """Raise ValueError if the tensors' names or shapes do not match the config.
+
+    For a folder, also check sizes and dtypes, which `read_gguf` has already checked for a GGUF file.
+    """
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY
@@ -359,7 +363,9 @@ def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfi
         if not is_gguf:
             check_stored(name, stored[name], shape)
         elif stored[name].shape != shape:
-            raise ValueError(f"{name} in {source} has shape {stored[name].shape}, but its metadata calls for {shape}")
+            raise ValueError(
+                f"{name} in {source} has shape {stored[name].shape}, but its metadata calls for {shape}: {retry}"
+            )
 
 
 def _check_tied(embed: Stored, head: Stored) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of a decoder, whatever format it was read from (see `families` and `gguf_model`)."""
+"""Configuration of a decoder; `families` reads it from a Hugging Face folder, `gguf_model` from a GGUF file."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -12,12 +12,12 @@ ALWAYS_SHOWN = {
     "max_positions rope norm_eps window tie_embeddings attention_bias output_bias mlp_bias qk_norm bos_id eos_ids "
     "dtype".split(),
 }
-"""Fields, by class, that have been part of every fingerprint since the first plan. Never add one: see `stable_repr`."""
+"""Fields, by class, that `stable_repr` always shows. Never add one: existing plans would not match their models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary embedding: kind is "default", "linear", "llama3" or "yarn"; the other fields are its parameters."""
+    """Rotary embedding: `kind` is "default", "linear", "llama3" or "yarn"; the other fields are its parameters."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -35,7 +35,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of one decoder. The class is hashable, so that it can be static under jit."""
+    """Sizes and switches of one decoder. The config is hashable, so that it can be a static argument of jax.jit."""
 
     family: str = "llama"
     vocab_size: int
@@ -66,15 +66,15 @@ class ModelConfig:
 
     @property
     def groups(self) -> int:
-        """Query heads per KV head, G."""
+        """Number of query heads per KV head, G."""
         return self.num_heads // self.num_kv_heads
 
 
 def stable_repr(config: Any) -> str:
     """Return repr(config), but leave out fields that hold their default, unless they are in ALWAYS_SHOWN.
 
-    Plans identify their model by a hash of this text, so a new field must not change the text for models that do not
-    use the field.
+    A plan identifies its model by a hash that includes this text. A new field of the config therefore must not change
+    the text for models that do not use the field.
     """
     name = type(config).__name__
     shown = [f for f in fields(config) if f.name in ALWAYS_SHOWN[name] or getattr(config, f.name) != _default(f)]

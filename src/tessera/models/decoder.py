@@ -36,22 +36,24 @@ def forward(
 
     Args:
         params: weights; stacked layers run under lax.scan, a tuple of layers is unrolled.
-        tokens_BT: token ids; rows at or past positions.q_len are padding.
+        tokens_BT: token ids; in each sequence, those from index positions.q_len on are padding.
         cache: earlier keys and values, laid out like the layers (stacked or tuple). With None, the new tokens attend
             only to each other.
         positions: positions of the new tokens; `positions.kv_len` counts the new tokens, too.
-        config: the decoder's config; static under jit.
-        policy: computes the attention of every layer; static under jit.
+        config: the decoder's config; a static argument under jax.jit.
+        policy: computes the attention of every layer; a static argument under jax.jit.
         remat: recompute each layer in the backward pass instead of storing its intermediate results.
         stripe: positions per stripe, if the devices of the mesh axis "context" hold the cache in stripes
-            (`attention.context`); they then share the rows, too. None if the cache is in order of position.
-        spread: let each device of the mesh axis "heads" compute a part of the rows with whole weights, gathered layer
-            by layer; attention and cache stay split by heads (`runtime.spread`).
-        gather: function that makes a layer's weights whole when the layer runs; the backward pass calls it again, so
-            that memory holds the whole weights of only one layer at a time (`train.mesh`).
+            (`attention.context`); the new tokens are then divided among these devices, too. None if the cache is in
+            order of position.
+        spread: let each device of the mesh axis "heads" compute a part of the new tokens with a layer's whole weights,
+            which are gathered layer by layer; attention and cache stay split by heads (`runtime.spread`).
+        gather: function that gathers a layer's weights when the layer runs, for weights that a mesh splits. The
+            backward pass calls it again, so that memory holds the whole weights of only one layer at a time
+            (`train.mesh`). None leaves the weights as they are.
 
     Returns:
-        hidden states after the final norm, the updated cache, the policy's final state.
+        hidden states after the final norm, the updated cache and the policy's final state.
     """
     batch, num_queries = tokens_BT.shape
     spec = AttentionSpec(window=config.window, stripe=stripe)
@@ -99,7 +101,7 @@ def forward(
 
 
 def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: ModelConfig) -> Shapes:
-    """Return the sizes of a layer's dense attention call; `rows` is (B, T)."""
+    """Return the shapes of a layer's dense attention call; `rows` is (B, T)."""
     num_keys = rows[1] if cache is None else cache.num_keys
     shapes = Shapes(*rows, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, dtype)
     if cache is None:
@@ -108,7 +110,10 @@ def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: Mode
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are normed (Qwen3), then rotated."""
+    """Compute queries [B,T,N,H] and keys and values [B,T,K,H].
+
+    Queries and keys are normalised if the layer has weights for that (Qwen3), and then rotated.
+    """
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)
@@ -124,10 +129,10 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _traced_once(block, index, *arguments):
-    """Run a layer through the jitted `block`. As `index` is passed as an array, `block` is traced once for all layers.
+    """Run a layer through the jitted `block`, which is traced once for all layers because `index` becomes an array.
 
-    If the programs are already compiled, tracing and lowering take most of the start-up time of a model of 30 layers.
-    XLA inlines the calls, so the compiled program is the same.
+    If compiled programs come from JAX's cache, tracing and lowering take most of the start-up time of a model of 30
+    layers. XLA inlines the calls, so the compiled program is the same.
     """
     return block(jnp.int32(index), *arguments)
 
@@ -153,5 +158,5 @@ def _scanned(block, layers, x, cache, state):
 
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Compute vocabulary scores in float32, from the output head or the tied embedding."""
+    """Compute the logits of hidden states in float32, with the output head or the tied embedding."""
     return matmul(hidden, params.embed if params.head is None else params.head)

@@ -1,8 +1,8 @@
 """Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
 No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
-or is refused by name. If the decoder of a new family differs only by existing switches of ModelConfig, an entry in
-FAMILIES and a case of `tests/golden/make.py` suffice; GGUF files also need an entry in `gguf_model.ARCHITECTURES`.
+or is refused by name. If the decoder of a new family differs only in existing switches of ModelConfig, an entry in
+FAMILIES and a case in `tests/golden/make.py` suffice; its GGUF files also need one in `gguf_model.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,10 @@ class Family:
     Attributes:
         architecture: the class name in the config's `architectures`.
         max_positions: default of `max_position_embeddings`.
-        keys: config keys of this family only, which `switches` reads.
-        switches: function from the contents of config.json to the ModelConfig fields that define this family.
-        head_dim: default of `head_dim`; None is hidden_size / num_attention_heads.
+        keys: keys that only some families' configs have, and that this family's `switches` reads.
+        switches: function that takes the contents of config.json and returns the ModelConfig fields that set this
+            family apart.
+        head_dim: default of `head_dim`; None means hidden_size / num_attention_heads.
     """
 
     architecture: str
@@ -57,7 +58,7 @@ HARMLESS_KEYS = frozenset(
 )
 
 MAX_LAYERS = 1 << 16
-"""Maximum number of layers, far above the largest models'. A list of 2 ** 31 layers would fill the memory."""
+"""Maximum number of layers, far more than the largest models have. A list of 2 ** 31 layers would fill the memory."""
 
 SIZE = integer(1, MAX_SIZE)
 TOKEN_IDS = maybe(either(integer(0, MAX_SIZE), items(integer(0, MAX_SIZE), "token ids")))
@@ -82,9 +83,9 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS),
     }
 )
-"""Rules for the values in config.json, for the keys that are read."""
+"""Rule for the value of each key of config.json that is read."""
 GENERATION_FIELDS = MappingProxyType({"eos_token_id": TOKEN_IDS})
-"""Rules for the values in generation_config.json, for the keys that are read."""
+"""Rule for the value of each key of generation_config.json that is read."""
 ROPE_FIELDS = MappingProxyType(
     {
         "rope_theta": FIELDS["rope_theta"],
@@ -99,7 +100,7 @@ ROPE_FIELDS = MappingProxyType(
         "truncate": maybe(TRUTH),
     }
 )
-"""Rules for the values in rope_scaling and rope_parameters."""
+"""Rule for the value of each key of rope_scaling or rope_parameters that is read."""
 
 ROPE_KINDS = MappingProxyType(
     {
@@ -183,7 +184,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
-    """Read a Hugging Face config, with old or new names of keys, into a ModelConfig.
+    """Read a Hugging Face config, whose keys may have their older or newer names, into a ModelConfig.
 
     Args:
         raw: contents of config.json.
@@ -257,7 +258,11 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         original = raw.get("original_max_position_embeddings") or inner or max_positions
         values["original_max_positions"] = original
         if kind == "yarn" and "factor" not in values:
-            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json (from lengths)")
+            check_fields(
+                factor := {"factor": max_positions / original},
+                ROPE_FIELDS,
+                "config.json (max_position_embeddings / original_max_position_embeddings)",
+            )
             values |= factor
     required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     if missing := sorted(required - values.keys()):
@@ -269,7 +274,11 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
 
 
 def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) -> dict[str, Any]:
-    """Render the config as Hugging Face's config.json, in the older keys, which every version of transformers reads."""
+    """Render the config as Hugging Face's config.json, with the older keys, which every version of transformers reads.
+
+    Raises:
+        ValueError: Hugging Face's config of this family cannot express the config.
+    """
     family = FAMILIES[config.family]
     raw = {
         "architectures": [family.architecture],
@@ -354,14 +363,14 @@ def _given(raw: Raw, key: str, default: Any) -> Any:
 
 
 def _token_ids(raw: Raw, key: str) -> tuple[int, ...]:
-    """Return the token ids of a key, which holds one id, a list of ids, or null."""
+    """Return the token ids that a key holds: one id, a list of ids, or null."""
     value = raw.get(key)
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def _check_vocabulary(raw: Raw, key: str, vocab_size: int, place: str) -> None:
     if any(token >= vocab_size for token in _token_ids(raw, key)):
-        raise ValueError(f"{key}={quoted(raw[key])} in {place} must be below {vocab_size=}: it could never match")
+        raise ValueError(f"{key}={quoted(raw[key])} in {place} must be below {vocab_size=}: no token has this id")
 
 
 def _dtype(raw: Raw) -> str:

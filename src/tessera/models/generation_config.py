@@ -1,8 +1,9 @@
 """Read generation_config.json, which holds the sampling defaults of a checkpoint's authors.
 
-As in transformers, each setting is the default of the argument (or flag) of the same name. There are two differences. A
-filter that the file does not set is off (transformers would keep the 50 best tokens). Settings that this library does
-not support are ignored, and listed in `GenerationConfig.ignored`. `families.parse_config` reads `eos_token_id`.
+As in transformers, each setting is the default of the argument (or flag) of the same name. There are two differences:
+a sampling filter that the file does not set is off (transformers would keep the 50 best tokens), and settings that
+Tessera does not support are ignored and listed in `GenerationConfig.ignored`. `families.parse_config` reads
+`eos_token_id`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ FIELDS = MappingProxyType(
         "max_new_tokens": maybe(integer(1, MAX_SIZE)),
     }
 )
-"""Rules for the values in generation_config.json, for the keys that are read here."""
+"""Rule for the value of each key of generation_config.json that this module reads."""
 OFF = MappingProxyType({"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1})
 """Values at which the sampling arguments have no effect."""
 UNSUPPORTED = MappingProxyType(
@@ -51,8 +52,8 @@ UNSUPPORTED = MappingProxyType(
         "renormalize_logits": False,
     }
 )
-"""Unsupported setting -> value at which it has no effect. If a file gives it another value, `GenerationConfig.ignored`
-lists the setting."""
+"""Unsupported setting -> value at which it has no effect. `GenerationConfig.ignored` lists a setting if a file gives it
+another value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,10 @@ class GenerationConfig:
     """Defaults of generation; None means that generation_config.json does not set the value.
 
     Attributes:
-        do_sample: draw at `temperature`, or at 1 if that is None; False takes the best token unless the caller gives a
-            temperature.
+        do_sample: whether to sample at `temperature`, or at 1 if that is None. If False, decoding is greedy unless the
+            caller gives a temperature.
         temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens: see `Model.generate`.
-        ignored: settings that change the answer and are not supported.
+        ignored: unsupported settings that would change the answer, with their values in the file.
     """
 
     do_sample: bool = False
@@ -76,17 +77,19 @@ class GenerationConfig:
     ignored: Mapping[str, Any] = MappingProxyType({})
 
     def sampling(self) -> dict[str, float | int]:
-        """Return the temperature, and the other arguments that the file sets. At temperature 0, filters have no
-        effect."""
+        """Return the default temperature (0 if `do_sample` is False) and the other sampling arguments that are set.
+
+        At temperature 0, the filters have no effect.
+        """
         drawn = 1.0 if self.temperature is None else self.temperature
         found = {"temperature": drawn if self.do_sample else 0.0}
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         return found | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def note(self, given: Mapping[str, Any]) -> str:
-        """Return a line that lists the file's settings that take effect because `given` lacks them; "" if none do.
+        """Return a line that lists the file's settings that take effect because `given` does not set them.
 
-        An argument that is None counts as not given.
+        Return "" if none takes effect. An argument that is None counts as not given.
         """
         values, given = self.sampling(), {name: value for name, value in given.items() if value is not None}
         left = {name: value for name, value in values.items() if name not in given and value != OFF[name]}
@@ -94,12 +97,12 @@ class GenerationConfig:
             left = {name: value for name, value in left.items() if name == "repetition_penalty"}
         if not left:
             return ""
-        return f"{FILE} sets {', '.join(f'{name} {value:g}' for name, value in left.items())}: flags override it"
+        return f"{FILE} sets {', '.join(f'{name} {value:g}' for name, value in left.items())}: flags override the file"
 
     def warning(self) -> str:
         """Return a line that lists the ignored settings; "" if there are none."""
         values = ", ".join(f"{name}={value}" for name, value in self.ignored.items())
-        return f"{FILE}: {escaped(values, 200)} is ignored, because it is not supported" if values else ""
+        return f"{FILE}: ignoring {escaped(values, 200)} (not supported)" if values else ""
 
     def render(self) -> dict[str, Any]:
         """Return the settings as contents of generation_config.json, without the ignored ones."""
@@ -119,7 +122,7 @@ def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Read a folder's generation_config.json. Without that file, or for a GGUF file, nothing is set."""
+    """Read a folder's generation_config.json; without that file, or for a GGUF file, return an empty config."""
     path = folder / FILE
     if not path.is_file():
         return GenerationConfig()

@@ -64,13 +64,13 @@ STRING, ARRAY = 8, 9
 MAX_ENTRIES = 1 << 16
 """Maximum number of metadata entries, and of tensors: ten times what the largest models have."""
 MAX_STRINGS = 1 << 22
-"""Maximum strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges. A limit is needed
-because an empty string takes ten times as many bytes in Python as in the file."""
+"""Maximum number of strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges. A limit is
+needed because an empty string takes ten times as many bytes in Python as in the file."""
 MAX_NAME_BYTES = 1 << 16
-"""Maximum bytes of a key or tensor name, set by the format."""
+"""Maximum length in bytes of a key or of a tensor's name, set by the format."""
 
 BLOCK_VALUES = 1 << 18
-"""Values dequantised at a time. The gguf package makes several copies, which at this size fit in a core's cache."""
+"""Number of values dequantised at a time: so few that the gguf package's copies of them fit in a core's cache."""
 
 
 class GgufTensor(NamedTuple):
@@ -93,7 +93,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the tensor takes in the file."""
+        """Number of bytes that the tensor takes in the file."""
         return _count(self.shape) // self.layout.values * self.layout.num_bytes
 
 
@@ -107,7 +107,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reader of little-endian values, one after another; it raises ValueError at the end of the file."""
+    """Reader of little-endian values, one after another; it raises ValueError if the file ends inside a value."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file = file
@@ -135,7 +135,7 @@ class _Header:
     def text(self, what: str, limit: int | None = None) -> str:
         length = self.number("Q", what)
         if limit is not None and length > limit:
-            raise self.error(f"{what} has {length} bytes, more than {limit}")
+            raise self.error(f"{what} has {length} bytes, more than the {limit} allowed")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
@@ -158,7 +158,7 @@ class _Header:
         if kind != STRING:
             return self.scalars(kind, count, what)
         if count > MAX_STRINGS or count * 8 > self.size - self.position:
-            raise self.error(f"{what} claims {count} texts in a file of {self.size} bytes")
+            raise self.error(f"{what} claims {count} strings, too many for a file of {self.size} bytes")
         # this loop takes most of a header's time, so the method calls of `text` are inlined
         read, left, found = self._file.read, self.size - self.position, []
         for _ in range(count):
@@ -183,7 +183,9 @@ class _Header:
 
 
 def read_gguf(path: str | os.PathLike) -> GgufFile:
-    """Read and check a GGUF file's header. Memory is a small multiple of the header's bytes, whatever sizes it claims.
+    """Read and check a GGUF file's header.
+
+    The memory needed is a small multiple of the header's size, whatever sizes the header claims.
 
     Raises:
         ValueError: the file is not GGUF or is cut short, or a count, size, offset or type is impossible.
@@ -192,16 +194,19 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
     with open(path, "rb") as file:
         header = _Header(file, path)
         if (magic := file.read(4)) != MAGIC:
-            raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+            raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}: pass a GGUF file")
         version = header.number("I", "the version")
         if version not in (2, 3):
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             form = "big-endian" if swapped in (2, 3) else f"version {version}"
-            raise ValueError(f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported")
+            raise ValueError(
+                f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported: convert it again"
+            )
         num_tensors, num_entries = header.number("Q", "the tensor count"), header.number("Q", "the metadata count")
         if max(num_tensors, num_entries) > MAX_ENTRIES:
             raise header.error(
-                f"it claims {num_tensors} tensors and {num_entries} metadata entries, more than models have"
+                f"it claims {num_tensors} tensors and {num_entries} metadata entries, but at most {MAX_ENTRIES} of "
+                f"each are allowed"
             )
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
@@ -214,8 +219,7 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
 
 
 def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
-    """Dequantise one tensor into `out`, of the tensor's shape, and convert the values to its dtype; see
-    `read_gguf_rows`."""
+    """Dequantise one tensor into `out`, which has the tensor's shape, in the dtype of `out`; see `read_gguf_rows`."""
     rows = out.reshape(tensor.shape[0], -1)
     for where, values in read_gguf_rows(name, tensor, range(rows.shape[0]), range(rows.shape[1])):
         rows[where] = values
@@ -227,9 +231,9 @@ def read_gguf_rows(
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
     """Yield blocks of a tensor's dequantised rows: their row numbers, and their values [rows, columns] as float32.
 
-    A vector has one column. Only the quantised blocks that hold the columns are dequantised. Where llama.cpp
-    interleaved the rows of a head (rows 2 i and 2 i + 1 rotate together), the row numbers are those of Hugging Face's
-    order (rows i and i + H / 2 rotate together); `rows` must then hold whole heads.
+    A vector has one column. Only the quantised blocks that hold the columns are dequantised. If llama.cpp interleaved
+    the rows of each head, so that rows 2 i and 2 i + 1 rotate together, the row numbers follow Hugging Face's order, in
+    which rows i and i + H / 2 rotate together; `rows` must then hold whole heads.
 
     Raises:
         ValueError: the file was cut short after its header was read, or a value is NaN or infinite.
@@ -246,7 +250,7 @@ def read_gguf_rows(
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
-    """Return int [count]: the index in Hugging Face's order of each row of q or k, listed in llama.cpp's order."""
+    """Return int [count]: for each row of q or k in llama.cpp's order, the row's index in Hugging Face's order."""
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
@@ -254,7 +258,7 @@ def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: i
     """Read a tensor's rows as bytes, `step` rows at a time; yield the first row's number and uint8 [rows,row_bytes].
 
     Raises:
-        ValueError: the file was cut short since it was opened.
+        ValueError: the file was cut short after its header was read.
     """
     with open(tensor.path, "rb") as file:
         file.seek(tensor.offset + rows.start * row_bytes)
@@ -267,7 +271,7 @@ def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: i
 
 
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the dequantised values of these rows and columns, several of the file's rows at a time, as float32."""
+    """Yield blocks of these rows and columns, dequantised to float32, each with its rows' numbers in the file."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]
@@ -310,19 +314,19 @@ def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor
     what = f"tensor {name!r:.80}"
     num_dims = header.number("I", what)
     if not 1 <= num_dims <= 4:
-        raise header.error(f"{what} has {num_dims} dimensions")
+        raise header.error(f"{what} has {num_dims} dimensions instead of 1 to 4")
     shape = tuple(header.number("Q", what) for _ in range(num_dims))[::-1]
     kind, offset = header.number("I", what), header.number("Q", what)
     if kind not in TYPES:
         supported = ", ".join(layout.name for layout in TYPES.values())
         raise ValueError(
-            f"{what} in {header.path} has type {_type_name(kind)}, not supported: it must be one of {supported}"
+            f"{what} in {header.path} has the unsupported type {_type_name(kind)}: the type must be one of {supported}"
         )
     layout = TYPES[kind]
     if min(shape) < 1 or shape[-1] % layout.values:
         raise header.error(f"{what} has shape {shape}, which {layout.name} cannot store")
     if offset % alignment:
-        raise header.error(f"{what} lies at offset {offset}, not a multiple of {alignment}")
+        raise header.error(f"{what} is at offset {offset}, which is not a multiple of {alignment}")
     tensor = GgufTensor(header.path, layout, shape, offset)
     if offset + tensor.num_bytes > header.size:
         raise header.error(f"it is cut short: {what} of shape {shape} at {offset} does not fit in {header.size} bytes")
@@ -348,7 +352,7 @@ def _type_name(kind: int) -> str:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    """Return the product of the sizes. NumPy's integers would overflow for a hostile shape."""
+    """Return the product of a shape's sizes. NumPy's integers would overflow for a hostile shape."""
     count = 1
     for size in shape:
         count *= size

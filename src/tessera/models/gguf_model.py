@@ -1,7 +1,7 @@
 """Map a GGUF file's metadata to a ModelConfig, and its tensors to Hugging Face's names.
 
 No key of the architecture is silently ignored: each is read, is known not to change the model, holds a value that
-switches its feature off, or is refused by name. Equations follow llama.cpp's graphs for the same keys.
+switches its feature off, or is refused by name. Keys are interpreted as in llama.cpp.
 """
 
 import math
@@ -18,16 +18,16 @@ from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor in which a GGUF file stores Llama 3's scaling: divisors of the rotary frequencies, one per pair of
+"""Name of the tensor that holds Llama 3's rope scaling in a GGUF file: one divisor of the rotary frequency per pair of
 dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Properties of the models with one value of `general.architecture`.
+    """Properties shared by the models with the same `general.architecture`.
 
     Attributes:
-        family: key of families.FAMILIES.
+        family: key of `families.FAMILIES`.
         interleaved: whether the two rows of q or k that rotate together are neighbours (rows 2 i and 2 i + 1 of a
             head) instead of half a head apart (rows i and i + H / 2).
         qk_norm: whether q and k are normalised.
@@ -70,10 +70,10 @@ REALS = {
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(1, 1e6)),
     **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), positive(1e6)),
 }
-"""Rules for the keys that hold a real number."""
+"""Rule for the value of each key that holds a real number."""
 
 FACTOR_TOLERANCE = 1e-5
-"""Maximum relative error of rope_freqs.weight against Llama 3's factors; the converters' float32 error is near 1e-6."""
+"""Maximum relative error of rope_freqs.weight against Llama 3's factors; converters' float32 errors are near 1e-6."""
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -95,7 +95,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         if (size := meta.positive(key, head_dim)) != head_dim:
             raise meta.error(key, size, f"it must be {head_dim}, the size of a head")
     if "token_embd.weight" not in tensors:
-        raise ValueError(f"{file.path} holds no weights: token_embd.weight is missing: download a whole model")
+        raise ValueError(f"{file.path} holds no weights (token_embd.weight is missing): download a whole model")
     vocab_size = tensors["token_embd.weight"].shape[0]
     if (claimed := meta.positive("vocab_size", vocab_size)) != vocab_size:
         raise meta.error("vocab_size", claimed, f"token_embd.weight has {vocab_size} rows")
@@ -129,7 +129,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValueError as error:
-        raise ValueError(f"{file.path} has sizes that do not fit each other: {error}") from error
+        raise ValueError(f"{file.path} has sizes that contradict each other: {error}") from error
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
@@ -152,9 +152,9 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 
 
 class _Metadata:
-    """The metadata of a file's architecture; each value is checked when it is read.
+    """A file's metadata under its architecture's prefix; each value is checked when it is read.
 
-    An argument `key` omits the architecture's prefix, as in "block_count" for "llama.block_count".
+    Arguments named `key` omit the prefix: "block_count" stands for "llama.block_count".
     """
 
     def __init__(self, file: GgufFile):
@@ -173,7 +173,7 @@ class _Metadata:
         return ValueError(f"{self.file.path} has {self.architecture}.{escaped(key)}={value}: {problem}")
 
     def positive(self, key: str, *default: int | None) -> int | None:
-        """Read a positive int32, or a per-layer list whose values are all equal."""
+        """Return a positive int32, or the common value of a per-layer list; the default if the key is missing."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -186,7 +186,7 @@ class _Metadata:
         return value
 
     def real(self, key: str, *default: float | None) -> float | None:
-        """Read a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
+        """Return a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -195,7 +195,7 @@ class _Metadata:
         return rounded
 
     def token_id(self, role: str) -> int | None:
-        """Return the id of a special token; None if the file names none."""
+        """Return the id of the special token with this role; None if the file gives none."""
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.file.metadata.get(key)
         rows = self.file.tensors["token_embd.weight"].shape[0]
@@ -230,11 +230,11 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
         raise meta.error("rope.scaling.type", kind, "it is not supported: it must be one of none, linear, yarn")
     factors = meta.file.tensors.get(ROPE_FACTORS)
     if kind != "none" and factor is None:
-        raise meta.error("rope.scaling.factor", factor, f"rope.scaling.type={kind!r} needs it")
+        raise meta.error("rope.scaling.factor", factor, f"rope.scaling.type={kind!r} needs a factor")
     if kind == "none" or factor == 1.0:
         return Rope(theta=theta) if factors is None else _llama3(meta, factors, theta, head_dim, max_positions)
     if factors is not None:
-        raise meta.error("rope.scaling.type", kind, f"scaling by {ROPE_FACTORS} as well is not supported")
+        raise meta.error("rope.scaling.type", kind, f"it is not supported in a file that also has {ROPE_FACTORS}")
     if kind == "linear":
         return Rope(kind="linear", theta=theta, factor=factor)
     fast, slow = meta.real("rope.scaling.yarn_beta_fast", 32.0), meta.real("rope.scaling.yarn_beta_slow", 1.0)
@@ -251,15 +251,16 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
 
 
 def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
-    """Find Llama 3's Rope whose frequencies are theta ** (-2 i / H) / factors[i] for pair i of the dimensions.
+    """Find the Rope of kind "llama3" whose frequency for pair i of the dimensions is theta ** (-2 i / H) / factors[i].
 
-    With f_i = theta ** (-2 i / H) and the original context L, Llama 3 defines
+    `stored` holds the factors. With f_i = theta ** (-2 i / H) and the original context length C, Llama 3 defines
 
-        b_i = (L f_i / (2 pi) - low) / (high - low), clipped to [0, 1]
+        b_i = (C f_i / (2 pi) - low) / (high - low), clipped to [0, 1]
         factors[i] = 1 / (b_i + (1 - b_i) / factor)
 
-    A common factor of L, low and high cancels, so low is set to 1. Two pairs in the transition band, 0 < b_i < 1,
-    determine b_i as a linear function of f_i, and so L and high. With fewer pairs there, high is Llama's 4.
+    A common factor of C, low and high cancels, so low is set to 1. Two pairs in the transition band, 0 < b_i < 1,
+    determine b_i as a linear function of f_i, and thereby C and high. With fewer pairs in the band, high is set to 4,
+    as in Llama 3.
 
     Raises:
         ValueError: no such Rope has these factors.
@@ -284,13 +285,13 @@ def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, ma
                     original_max_positions=original,
                 )
     raise ValueError(
-        f"{ROPE_FACTORS} in {stored.path} scales the rotary frequencies in a way that is not Llama 3's "
-        f"({factors.min():g} to {factors.max():g}), which is not supported"
+        f"{ROPE_FACTORS} in {stored.path} divides the rotary frequencies by {factors.min():g} to {factors.max():g} in "
+        f"an unsupported way: only Llama 3's scaling is supported"
     )
 
 
 def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max_positions: int):
-    """Yield candidates (original context, high), the most certain first; see `_llama3` for their meaning."""
+    """Yield candidates for (C, high) of `_llama3`, the most certain ones first."""
     blend = (1 / factors - 1 / factor) / (1 - 1 / factor)
     band = (blend > 1e-4) & (blend < 1 - 1e-4)
     if band.sum() >= 2:

@@ -1,6 +1,6 @@
 """Read GGUF matrices as they are stored: integers and scales per block of 32 inputs, not dequantised.
 
-Q4_0: d (q - 8)      Q4_1: d q + m      Q8_0: d q      q: stored integer; d, m: float16, per block
+Q4_0: d (q - 8)      Q4_1: d q + m      Q8_0: d q      q: stored integer; d, m: one float16 per block
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
 FLOATS = ("F32", "F16", "BF16")
 """GGUF tensor types that are loaded in the model's float dtype."""
 BLOCK = 32
-"""Inputs per block."""
+"""Number of inputs per block."""
 READ_BYTES = 4 << 20
-"""Bytes read at a time."""
+"""Number of bytes read at a time."""
 
 
 def check_stored_type(name: str, tensor: GgufTensor) -> None:
@@ -24,8 +24,8 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
     kind = tensor.layout.name
     if kind not in KINDS and kind not in FLOATS:
         raise ValueError(
-            f"weights='gguf' keeps {', '.join(KINDS)} and floats, but {name} in {tensor.path} is {kind}: pass "
-            f"weights='int8', or None to dequantise it"
+            f"weights='gguf' supports {', '.join(KINDS)} and floats, but {name} in {tensor.path} is {kind}: pass "
+            f"weights='int8', or None to dequantise all matrices"
         )
 
 
@@ -36,10 +36,10 @@ def read_stored(
 
     A yielded tuple holds the row numbers, values int8 [M,n,32], scales float16 [M,n], and zero points [M,n] or None.
 
-    Rows are numbered as by `read_gguf_rows`; the columns must be whole blocks of 32 inputs.
+    The row numbers follow Hugging Face's order, as in `read_gguf_rows`. The columns must be whole blocks of 32 inputs.
 
     Raises:
-        ValueError: the file was cut short, or a scale is not finite.
+        ValueError: the file was cut short, or a scale or zero point is not finite.
     """
     kind, inputs = KINDS[tensor.layout.name], tensor.shape[1]
     row_bytes = inputs // BLOCK * tensor.layout.num_bytes

@@ -1,7 +1,7 @@
 """Build a `tokenizers` tokenizer from a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
-Text is split by the original tokenizers' regular expressions; llama.cpp's own are translations of these. Only the
-pre-tokenizer "default" has no original; it uses llama.cpp's expressions.
+Each pre-tokenizer splits text by the original tokenizer's regular expressions, of which llama.cpp's are translations.
+Only the pre-tokenizer "default" has no original, so it uses llama.cpp's expressions.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tessera.models.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
-"""Values in `tokenizer.ggml.token_type`; 1 is an ordinary piece."""
+"""Values in `tokenizer.ggml.token_type`; 1 means an ordinary piece."""
 KNOWN_TYPES = range(7)
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -32,22 +32,24 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "qwen2": (WORDS + r"\p{N}" + REST,),
     "llama-bpe": (WORDS + r"\p{N}{1,3}" + REST,),
 }
-"""Regular expressions by `tokenizer.ggml.pre`. Each splits every piece that the expression before it left, whether that
-piece was a match or the text between two matches."""
+"""Regular expressions by `tokenizer.ggml.pre`. Each expression splits every piece that the previous one produced,
+whether the piece was a match or the text between two matches."""
 ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 MAX_SPLIT_WORK = 1 << 32
-"""Maximum characters copied while finding SentencePiece's merges: the sum of squared piece lengths. Llama's 32,000
-pieces need 2 million; a vocabulary of long texts would take hours."""
+"""Maximum number of characters copied to find SentencePiece's merges, which is the sum of the squared piece lengths.
+Llama's 32,000 pieces need 2 million; a vocabulary of long texts would take hours."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Roles of special tokens: GGUF's names, each with transformers' name."""
+"""Role of a special token: GGUF's name -> transformers' name."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
-    """Build the tokenizer and chat template of a GGUF file; None if it has none (token lists still work).
+    """Build the tokenizer and chat template of a GGUF file; return None if the file has no tokenizer.
+
+    Without a tokenizer, prompts must be lists of token ids.
 
     Raises:
         ValueError: a tokenizer, pre-tokenizer or value is not supported, or the file's lists contradict each other.
@@ -106,7 +108,7 @@ class _Vocabulary:
         return value
 
     def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
-        """Return the list `key` of `count` numbers, one per token; None if the key is missing."""
+        """Return the array under `key`, which must hold `count` numbers of this kind; None if the key is missing."""
         values = self.typed(key, np.ndarray, None)
         if values is not None and (len(values) != count or not np.issubdtype(values.dtype, kind)):
             raise ValueError(f"{key} has {len(values)} values of {values.dtype} for {count} tokens")
@@ -120,14 +122,13 @@ class _Vocabulary:
         return value
 
     def used(self) -> dict[str, int]:
-        """Map each piece to its id. Unused pieces are left out: they only pad the vocabulary to the number of
-        embeddings."""
+        """Map each piece in use to its id. Unused pieces only pad the vocabulary to the number of embeddings."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
 
 
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a tokenizer of GPT-2's kind, which writes bytes as printable characters and merges them within the
-    pre-tokenizer's pieces."""
+    """Build a byte-level BPE tokenizer, which writes bytes as printable characters and merges them within the pieces
+    that the pre-tokenizer produces."""
     if vocab.pre not in PATTERNS:
         raise ValueError(
             f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(PATTERNS)}"
@@ -181,12 +182,15 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """List pairs of pieces in merge order, as transformers does: the best score of the merged piece comes first."""
+    """List the pairs of pieces in merge order, as transformers does: by descending score of the merged piece."""
     pieces = {
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }
     if sum(len(piece) ** 2 for piece in pieces) > MAX_SPLIT_WORK:
-        raise ValueError("the vocabulary's pieces are too long")
+        raise ValueError(
+            f"tokenizer.ggml.tokens holds pieces that are too long: the sum of their squared lengths must be at most "
+            f"{MAX_SPLIT_WORK:,}"
+        )
     found = []
     for piece, index in pieces.items():
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -201,17 +205,20 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
     for left, right in merges:  # the library's own error would not be a readable sentence
         if not (left in ids and right in ids and left + right in ids):
             raise ValueError(
-                f"the merge of {quoted(left)} and {quoted(right)} names pieces that are not in the vocabulary"
+                f"the merge of {quoted(left)} and {quoted(right)} needs pieces that are not in the vocabulary"
             )
     options = {key: value for key, value in options.items() if value is not None}
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=dict(ids), merges=list(merges), **options))
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the tokenizers library refused its vocabulary ({escaped(error, 300)})") from error
+        raise ValueError(f"the tokenizers library refused the vocabulary ({escaped(error, 300)})") from error
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
-    """Add special and user-defined tokens to the backend, and put bos and eos around texts; return specials by role."""
+    """Add special and user-defined tokens to the backend, and make it put bos and eos around texts if the file says so.
+
+    Return the special tokens by role.
+    """
     named = set(vocab.special_ids.values())
     added = []
     for index, (token, kind) in enumerate(zip(vocab.tokens, vocab.types)):
@@ -233,7 +240,7 @@ def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool)
 
 
 def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Build the post-processor that adds tokens before and after each text."""
+    """Build a post-processor that adds these tokens before and after each text."""
     second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
     try:
         return processors.TemplateProcessing(
@@ -243,5 +250,5 @@ def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int
         )
     except Exception as error:  # the library has no narrower class
         raise ValueError(
-            f"the tokenizers library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
+            f"the tokenizers library refused the special tokens {escaped([*before, *after])} ({escaped(error)})"
         ) from error

@@ -1,4 +1,4 @@
-"""The product with a matrix of 4-bit groups on a TPU, for many rows: the one product that XLA does not fuse well.
+"""Multiply many rows by a matrix quantised in groups, on a TPU: the one product that XLA does not fuse well.
 
     out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e]
 
@@ -10,7 +10,8 @@ reading the weights takes longer; for many rows, they take longer than the produ
 at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the previous groups. W is rounded to
 bfloat16 once, as the weights of a bfloat16 checkpoint are.
 
-Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes) and float32 scales.
+Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes if they have 4 bits) and the
+float32 scales.
 """
 
 import functools
@@ -38,11 +39,11 @@ X_BYTES = 16 << 20
 VMEM_BYTES = 56 << 20
 """VMEM that the kernel may use; v5e and later chips have 64 MiB or more."""
 PACKED = 16
-"""Rows in one packed bfloat16 register."""
+"""Number of rows in one packed bfloat16 register."""
 
 
 class Blocks(NamedTuple):
-    """Sizes of one grid step: its rows, its outputs, and the inputs of W that it turns into bfloat16 at a time."""
+    """Sizes of one grid step: its rows, its outputs, and how many inputs of W it turns into bfloat16 at a time."""
 
     rows: int
     outputs: int
@@ -50,8 +51,11 @@ class Blocks(NamedTuple):
 
 
 def wins(num_rows: int, weight: Quantised) -> bool:
-    """Return whether the kernel can compute this product and beats XLA. It must have many rows, inputs and outputs that
-    fill whole registers, and no mesh, which would not split the kernel."""
+    """Return whether the kernel can compute a product with this weight faster than XLA.
+
+    It can if the values are in groups, there are many rows, the inputs and the outputs fill whole registers, and no
+    mesh splits the product, since JAX cannot split the kernel.
+    """
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape
@@ -59,8 +63,11 @@ def wins(num_rows: int, weight: Quantised) -> bool:
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose blocks of rows of equal size, and the largest blocks of outputs and inputs that divide the weight's
-    outputs and inputs and stay within MOST_OUTPUTS and MOST_INPUTS."""
+    """Choose the sizes of a grid step.
+
+    Blocks of rows have equal sizes. Blocks of outputs and of inputs are as large as MOST_OUTPUTS and MOST_INPUTS allow,
+    among the sizes that divide the weight's outputs and inputs.
+    """
     most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
     rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
     wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)
@@ -69,7 +76,7 @@ def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
 
 
 def executions(num_rows: int, inputs: int, outputs: int, group: int) -> Mapping[str, float]:
-    """Count how often each named scope of the kernel runs, and the bytes that the kernel moves ("hbm_bytes")."""
+    """Return how often each named scope of the kernel runs, and as "hbm_bytes" how many bytes the kernel moves."""
     block = cut(num_rows, inputs, outputs, group)
     across, down = outputs // block.outputs, ceil_div(num_rows, block.rows)
     weight_bytes = inputs * outputs / 2 + 4 * inputs // group * outputs
@@ -78,7 +85,7 @@ def executions(num_rows: int, inputs: int, outputs: int, group: int) -> Mapping[
 
 
 def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks) -> None:
-    """Multiply a block of rows by a block of outputs, `block.inputs` at a time."""
+    """Kernel: multiply a block of rows of x by a block of outputs of W, `block.inputs` inputs at a time."""
     *zero_ref, out_ref = refs
     width = values_ref.shape[1]
     held = block.inputs // width
@@ -100,7 +107,7 @@ def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks)
 def product(x: Float[Array, "M D"], weight: Quantised, interpret: Any = False) -> Float[Array, "M E"]:
     """Return x W^T [M,E] in float32, for W [E,D] quantised in groups; x and W are rounded to bfloat16 first.
 
-    D and E must be multiples of 128. `wins` tells for which calls this kernel beats XLA.
+    D and E must be multiples of 128. `wins` says whether this kernel beats XLA.
     """
     num_rows, inputs = x.shape
     groups, width, outputs = weight.values.shape

@@ -18,9 +18,9 @@ from tessera.models.thin import FEW_ROWS, thin
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L.
+    """Weights of one decoder layer, or of all layers if each array has a leading axis L (stacked layers).
 
-    Each matrix is an Array or a Quantised; `linear` takes both.
+    Matrices are [out, in], as in the checkpoint. Each is an Array or a Quantised; `linear` accepts both.
     """
 
     attn_norm: Array
@@ -46,7 +46,7 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """All weights: `layers` is one stacked Layer (run under lax.scan) or a tuple of Layer (unrolled)."""
+    """All weights of a model. `layers` is one stacked Layer (run under lax.scan) or a tuple of Layer (unrolled)."""
 
     embed: Array
     layers: Layer | tuple[Layer, ...]
@@ -55,7 +55,7 @@ class Params:
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
-    """Return x / sqrt(mean(x^2) + eps) * weight in x's dtype; the quotient is computed in float32."""
+    """Return weight * x / sqrt(mean(x^2) + eps) in x's dtype; the quotient is computed in float32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return weight * normed.astype(x.dtype)
@@ -70,7 +70,7 @@ def linear(x: Float[Array, "... D"], weight: Array | Quantised, bias: Array | No
 
 
 def matmul(x: Float[Array, "... D"], weight: Array | Quantised) -> Float[Array, "... E"]:
-    """Return x W^T in float32, for W [E,D]. A few rows (decode) take another path on CPU, where XLA's is slow."""
+    """Return x W^T in float32, for W [E,D]. On CPU, a few rows (decode) take a faster path than XLA's own product."""
     if isinstance(weight, Quantised):
         return product(x, weight)
     if math.prod(x.shape[:-1]) > FEW_ROWS:
@@ -105,7 +105,7 @@ def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], float]:
-    """Return the angular frequency per pair of dimensions, and the factor on cos and sin, 1 for all kinds but yarn."""
+    """Return the angular frequency of each pair of dimensions, and a factor for cos and sin (1 except for yarn)."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     freq = rope.theta**-pairs
     if rope.kind == "linear":
@@ -118,7 +118,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], fl
 
 
 def _llama3(freq: Array, rope: Rope) -> Array:
-    """Divide the frequencies of long wavelengths by rope.factor, keep the others, and interpolate in between."""
+    """Divide low frequencies by rope.factor, keep high frequencies, and interpolate in between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -127,8 +127,10 @@ def _llama3(freq: Array, rope: Rope) -> Array:
 
 
 def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
-    """Scale by YaRN's NTK-by-parts (arXiv 2309.00071): divide slow pairs' frequencies by rope.factor, keep those of
-    fast pairs, ramp in between. Also return the factor on cos and sin."""
+    """Scale frequencies by YaRN's NTK-by-parts (arXiv 2309.00071), and return them with the factor for cos and sin.
+
+    The frequencies of slow pairs are divided by rope.factor, fast pairs keep theirs, and a ramp joins the two.
+    """
 
     def pair_at(rotations: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -153,7 +155,7 @@ def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
 
 
 def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> tuple[Array, Array]:
-    """Return cos and sin of position * frequency, times yarn's factor, as float32 [B,T,1,H/2] each."""
+    """Return cos and sin of position * frequency, times the factor of `rope_frequencies`: float32 [B,T,1,H/2] each."""
     freq, factor = rope_frequencies(rope, head_dim)
     angle = position_BT[..., None, None].astype(jnp.float32) * freq
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -179,8 +181,8 @@ def rotate_by_halves(x: Array, cos: Array, sin: Array) -> Array:
 def rotate_by_product(x: Array, cos: Array, sin: Array) -> Array:
     """Return x [cos, cos] + (x P) [-sin, sin], where P [H,H] swaps a head's halves.
 
-    The product in bfloat16 is exact, because each of its sums has only one nonzero term. One element that is not finite
-    makes its whole head NaN.
+    The bfloat16 product x P is exact, because each of its sums has only one nonzero term. If one element of a head is
+    not finite, the whole head becomes NaN.
     """
     shape, size = x.shape, x.shape[-1]
     if shape[0] == 1 or jax.sharding.get_abstract_mesh().size <= 1:

@@ -1,9 +1,10 @@
-"""The pool of pages that hold the keys and values of all sequences: who uses which page. Host-side bookkeeping only.
+"""Record, on the host, which sequences use which pages of the pool that holds all sequences' keys and values.
 
-A page is free, active (a sequence uses it) or cached (no sequence uses it, but its contents are kept). A new page has
-one owner, which writes it. `seal` ends the writing; only a sealed page can be shared, and when its last user releases
-it, it is cached until `share` or `evict`. `discard` removes the seal from a page whose contents are bad. Page 0 is the
-null page: it is in no list, rows without a sequence write to it, and tables are padded with it.
+A page is free, active (a sequence uses it) or cached (no sequence uses it, but its contents are kept). A page that was
+just allocated has one owner, which may write to it. `seal` ends the writing; only a sealed page can be shared. When the
+last user of a sealed page releases it, the page is cached until `share` or `evict`. `discard` removes the seal from a
+page whose contents are bad. Page 0 is the null page: it is in no list, batch rows without a sequence write to it, and
+page tables are padded with it.
 
     free --allocate--> active --seal--> active, sealed <--share/release--> cached --evict--> free
                        active --release--> free
@@ -21,15 +22,15 @@ NULL = 0
 
 
 class OutOfPages(MemoryError):
-    """The pool has too few free pages; evicting cached pages or releasing active ones makes room."""
+    """Error: the pool has too few free pages. Evicting cached pages or releasing active ones frees some."""
 
 
 class Pages:
     """Free list and reference counts of a pool.
 
     Args:
-        size: pages in the pool, the null page included.
-        page: positions per page.
+        size: number of pages in the pool, the null page included.
+        page: number of positions per page.
     """
 
     def __init__(self, size: int, page: int):
@@ -50,7 +51,7 @@ class Pages:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Sealed pages without a user, longest unused first."""
+        """Sealed pages without a user, in the order in which they were released."""
         return tuple(self._cached)
 
     @property
@@ -63,11 +64,11 @@ class Pages:
         return self._count[self._known(page)]
 
     def writable(self, page: int) -> bool:
-        """Return whether the page's one owner may write it."""
+        """Return whether a page's user may write to it: the page has only one user and is not sealed."""
         return self._count[self._known(page)] == 1 and not self._sealed[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free pages, which the caller owns and may write.
+        """Take free pages, which the caller then owns and may write to.
 
         Raises:
             OutOfPages: too few pages are free; none is taken.
@@ -76,8 +77,8 @@ class Pages:
             raise ValueError(f"{count=} must not be negative")
         if count > len(self._free):
             raise OutOfPages(
-                f"{count} pages of {self.page} positions are needed, {len(self._free)} of {self.size - 1} are free and "
-                f"{len(self._cached)} cached: evict cached pages or wait for a request to end"
+                f"{count} pages of {self.page} positions are needed, but only {len(self._free)} of {self.size - 1} are "
+                f"free ({len(self._cached)} are cached): evict cached pages or wait for a request to end"
             )
         taken = [self._free.popleft() for _ in range(count)]
         for page in taken:
@@ -85,7 +86,7 @@ class Pages:
         return taken
 
     def seal(self, pages: Iterable[int]) -> None:
-        """End the writing of active pages, so that they can be shared and cached; sealed pages stay sealed."""
+        """Make active pages read-only, so that they can be shared and cached. Sealed pages stay sealed."""
         for page in self._all(pages, lambda page: self._count[page], "seal", "it is not in use"):
             self._sealed[page] = True
 
@@ -96,7 +97,7 @@ class Pages:
             self._cached.pop(page, None)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove one user of each page. A page without users is cached if it is sealed, else free."""
+        """Remove one user from each page. A page with no users left becomes cached if it is sealed, else free."""
         pages = list(pages)
         if len(set(pages)) < len(pages):
             raise ValueError(f"cannot release {pages}: a sequence uses a page only once")
@@ -110,7 +111,7 @@ class Pages:
                 self._free.append(page)
 
     def evict(self, pages: Iterable[int]) -> None:
-        """Free cached pages; their contents are lost."""
+        """Make cached pages free; their contents are lost."""
         pages = list(dict.fromkeys(pages))
         for page in self._all(pages, lambda page: page in self._cached, "evict", "it is not cached"):
             del self._cached[page]
@@ -118,7 +119,7 @@ class Pages:
             self._free.append(page)
 
     def discard(self, pages: Iterable[int]) -> None:
-        """Remove the seal of pages: they can no longer be shared, and each becomes free once it has no user."""
+        """Unseal pages: they can no longer be shared, and each becomes free as soon as it has no user."""
         pages = self._all(pages, lambda page: self._sealed[page], "discard", "it is not sealed")
         self.evict(page for page in pages if page in self._cached)
         for page in pages:
@@ -139,7 +140,10 @@ class Pages:
 
 
 def page_table(rows: Sequence[Sequence[int]], num_pages: int) -> Int32[np.ndarray, "B J"]:
-    """Return the table of the rows' pages in order of position, padded with the null page to J = num_pages."""
+    """Return the page table of a batch. rows[b] lists the pages of sequence b in order of position.
+
+    Each row of the table is padded with the null page to J = num_pages.
+    """
     table = np.full((len(rows), num_pages), NULL, np.int32)
     for row, pages in zip(table, rows):
         if len(pages) > num_pages:

@@ -1,8 +1,8 @@
-"""Read a weight as the parts that this process's devices hold, in one pass over its file.
+"""Read from a weight's file, in one pass, the parts of the weight that this process's devices hold.
 
-The reader of a file format yields rows of a tensor, checked for NaN and infinity. Each block of rows is copied to every
-part that it belongs to, so a file is read and dequantised once, whatever the number of devices, and host memory holds
-the process's parts plus one block.
+The reader of a file format yields blocks of a tensor's rows, checked for NaN and infinity. Each block is copied to
+every part that it belongs to, so a file is read and dequantised once, whatever the number of devices, and host memory
+holds the process's parts plus one block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,10 @@ Rows = Iterator[tuple[slice | np.ndarray, np.ndarray]]
 """Iterator over blocks of a tensor: (row numbers as a slice or an array, their values [rows, columns])."""
 
 Reader = Callable[[str, Any, range, range], Rows]
-"""Function read(name, place in a file, rows, columns) that yields this part of a tensor. A vector has one column."""
+"""Function read(name, tensor, rows, columns) that yields these rows and columns of a tensor in a file.
+
+`tensor` says where the file holds it. A vector has one column.
+"""
 
 Box = tuple[int, int, int, int]
 """Part of a tensor: (first row, end of rows, first column, end of columns)."""
@@ -26,14 +29,14 @@ Box = tuple[int, int, int, int]
 def load_weight(
     read: Reader, tensors: Mapping[str, Any], lead: tuple[int, ...], dtype: np.dtype, placed: NamedSharding | None
 ) -> jax.Array:
-    """Load one weight: a tensor, or with `lead` = (L,) the stack of L tensors of one shape.
+    """Load one weight: one tensor or, with `lead` = (L,), a stack of L tensors of the same shape.
 
     Args:
-        read: reader of the file's format.
-        tensors: place of each tensor by name.
+        read: reader for the file's format.
+        tensors: location of each tensor, by name.
         lead: () or (L,).
         dtype: dtype of the result.
-        placed: sharding of the result; each process reads only what its devices hold. None is the default device.
+        placed: sharding of the result; each process reads only what its devices hold. None means the default device.
 
     Raises:
         ValueError: a value that this process reads is NaN or infinite, or the file ends early.
@@ -70,9 +73,10 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return two indices for copying rows from a block to a part of a tensor: rows of the block, and rows of the part.
+    """Return two indices for copying rows from a block to a part of a tensor: one into the block, one into the part.
 
-    `where` numbers the block's rows as rows of the tensor; the part holds the tensor's rows `first` to `end`.
+    `where` gives the block's rows as row numbers of the tensor. The part holds the tensor's rows from `first` up to,
+    but not including, `end`.
     """
     if isinstance(where, slice):
         start = max(where.start, first)
@@ -83,7 +87,7 @@ def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array aligned to 64 bytes: on CPU, JAX then uses it in place, without a second copy."""
+    """Allocate an array aligned to 64 bytes, which JAX on CPU can use in place, without a second copy."""
     num_bytes = prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,14 +1,14 @@
 """Products of activations with quantised weights, per platform, and lookups in a quantised embedding.
 
 On TPU and GPU, XLA fuses the conversion of the values into the product, so that a product reads only the quantised
-bytes. On CPU, XLA does not fuse the conversion; there, the integer forms multiply int8 by int8. Each row x of
-activations becomes two rows of int8 digits, h and l:
+bytes. On CPU, XLA does not fuse the conversion, so integer matrices without groups are multiplied as int8 by int8. Each
+row x of activations becomes two rows of int8 digits, h and l:
 
     x ~ a (h + l / 254),  a = max |x| / 127,  |error| <= a / 508
 
-The product is then two int8 products per row, exact in int32. At decode this is several times faster than multiplying
-converted values and summing, and at prefill several times faster than a float product (LOG.md). x is rounded to
-multiples of a / 254, 254 times finer than int8 alone.
+The product is then two int8 products per row, exact in int32. In decode this is several times faster than multiplying
+converted values and summing, and in prefill several times faster than a float product (LOG.md). x is rounded to
+multiples of a / 254, 254 times finer than with h alone.
 """
 
 import math
@@ -24,14 +24,15 @@ from tessera.models import grouped
 from tessera.models.thin import FEW_ROWS, thin
 
 ROUNDED_ROWS = 64
-"""Minimum rows at which w8a8 rounds activations. With fewer, a product takes no longer than reading the weights."""
+"""Minimum number of rows at which w8a8 rounds activations. With fewer rows, reading the weights takes at least as long
+as a float product, so rounding would save no time."""
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     """Return x W^T in float32 for a quantised weight W [E,D].
 
-    A mesh may split rows, inputs or outputs over its devices. Axes are therefore never merged under a mesh: XLA would
-    gather a split axis before it merges it.
+    A mesh may split rows, inputs or outputs over its devices. Axes are therefore never merged under a mesh, because XLA
+    would gather a split axis before merging it.
     """
     if weight.packed:  # only ever on CPU
         return _on_cpu(x, weight)
@@ -74,8 +75,8 @@ def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]
 def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
     """Return one product per part of the inputs, [parts,...,E].
 
-    The caller scales each product before the sum over devices. If it scaled the sum instead, XLA could not round the
-    products to half their bytes before devices send them.
+    The caller scales each product before the products are summed over devices. If it scaled the sum instead, XLA could
+    not round the products to half their bytes before devices send them.
     """
     if parts == 1:
         return _transposed(x, w, dtype)[None]
@@ -85,10 +86,10 @@ def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -
 
 
 def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T on TPU. A single row is padded to two: XLA multiplies one outside the matrix unit, in ten times the
-    cycles.
+    """Return x W^T on TPU.
 
-    The kernel of `grouped` multiplies many bfloat16 rows by a weight in groups.
+    A single row is padded to two, because XLA multiplies a single row outside the matrix unit, in ten times as many
+    cycles. The kernel in `grouped` multiplies many bfloat16 rows by a weight in groups.
     """
     if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(_num_rows(x), weight):
         return grouped.product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
@@ -99,8 +100,11 @@ def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T as a sum of one product per group. The batched product reads values [G,g,E] in their stored order,
-    so that XLA fuses their conversion into it."""
+    """Return x W^T as the sum of one product per group.
+
+    The products form one batched product, which reads the values [G,g,E] in their stored order, so that XLA fuses their
+    conversion into it.
+    """
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]
     last = groups.ndim - 1
@@ -128,10 +132,10 @@ def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
-    """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row; see `_by_part`.
+    """Return x W^T by int8 products, with `count` int8 digits per element of x and one scale per row of x.
 
-    Where devices share the inputs, they agree on the largest value of each row first, so that they round to the same
-    integers as one device.
+    For `parts`, see `_by_part`. Devices that share the inputs first agree on the largest element of each row, so that
+    they round to the same integers as a single device would.
     """
     num_rows = _num_rows(x)
     if (
@@ -169,7 +173,7 @@ def _integers(x: Array, w: Array) -> Array:
 
 
 def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Convert the whole matrix on CPU, then multiply in float: with many rows, the copy costs little in comparison."""
+    """Convert the whole matrix to float32, then multiply. With many rows, the conversion costs little in comparison."""
     x = x.astype(jnp.float32)
     if not weight.group:
         values = jax.lax.optimization_barrier(_from_fp8(weight.values))
@@ -182,8 +186,10 @@ def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "...
 
 
 def _summed(row: Array, weight: Quantised) -> Array:
-    """Multiply the values by one row [D] and sum, in one pass: XLA on CPU fuses a conversion into this sum, but not
-    into a dot."""
+    """Return row W^T for one row [D]: multiply the values elementwise and sum, in one pass.
+
+    XLA on CPU fuses the conversion of the values into such a sum, but not into a dot product.
+    """
     if not weight.group:
         return jnp.sum(_from_fp8(weight.values) * row, -1) * (weight.scale * FP8_FACTOR)
     x_Gg = row.reshape(weight.values.shape[0], -1)
@@ -199,11 +205,15 @@ def _summed(row: Array, weight: Quantised) -> Array:
 
 
 FP8_FACTOR = 2.0**8
-"""2^(15 - 7): the exponent bias is 15 in float16 and 7 in e4m3, so e4m3 bits read as float16 are 2^8 times smaller."""
+"""2^(15 - 7). The exponent bias is 15 in float16 and 7 in e4m3, so e4m3 bits read as float16 give a 2^8 times smaller
+value."""
 
 
 def _from_fp8(values: Array) -> Array:
-    """Return e4m3 values / FP8_FACTOR as float32, by moving bits to a float16: XLA on CPU converts e4m3 one by one."""
+    """Return e4m3 values / FP8_FACTOR as float32, by moving their bits into float16.
+
+    XLA on CPU would convert e4m3 values one by one.
+    """
     bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""Read matrices in fewer bits, as the parts that this process's devices hold, in one pass over the file.
+"""Read quantised matrices from a file, in one pass, as the parts that this process's devices hold.
 
 Each block of rows is rounded, or taken as a GGUF file stores it, and copied to every part that it belongs to, so host
-memory holds the process's parts plus one block. A mesh splits the matrix into the same parts as in floats. The scale of
-an output channel depends on all of the channel's inputs: where devices share the inputs, each process reads whole rows
-and keeps its columns. The scale of a group depends only on the group's inputs.
+memory holds the process's parts plus one block. A mesh splits a quantised matrix into the same parts as a float matrix.
+The scale of an output channel depends on all of the channel's inputs, so if devices share the inputs, each process
+reads whole rows and keeps its columns. The scale of a group depends only on the group's inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,8 +22,14 @@ from tessera.models.weights import Weight, input_parts, quantised_axes
 
 
 class Block(NamedTuple):
-    """M rows of a matrix in n groups of g inputs: row numbers as in `parts.Rows`, values [M,n,g], and scales and zero
-    points [M,n]."""
+    """M quantised rows of a matrix, each in n groups of g inputs (n = 1 without groups).
+
+    Attributes:
+        where: row numbers, as a slice or an array.
+        values: [M,n,g].
+        scale: [M,n].
+        zero: zero points [M,n], or None.
+    """
 
     where: slice | np.ndarray
     values: np.ndarray
@@ -41,9 +47,10 @@ class Sample:
     def take(
         self, where: slice | np.ndarray, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> None:
-        """Take the sample's elements in a block, which holds these rows and columns of the matrix.
+        """Take the sample's elements from a block, which holds the rows `where` and these columns of the matrix.
 
-        pick(rows, columns) returns elements of the block by their places in it.
+        pick(rows, columns) returns the block's elements at these indices, which start at the block's first row and
+        column.
         """
         numbers = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         wanted = np.isin(self.rows, numbers) & (self.columns >= columns.start) & (self.columns < columns.stop)
@@ -53,8 +60,10 @@ class Sample:
         self.missing &= ~wanted
 
     def complete(self, read: Reader, name: str, tensor: Any) -> np.ndarray:
-        """Read the elements that are still missing, because no part of this process holds them; return all elements,
-        bfloat16 [SAMPLE]."""
+        """Read the elements that are still missing because no part of this process holds them, and return all elements.
+
+        The result is bfloat16 [SAMPLE].
+        """
         outputs, inputs = tensor.shape
         heads = getattr(tensor, "heads", None)
         unit = 1 if heads is None else outputs // heads  # GGUF's readers need whole heads
@@ -65,7 +74,7 @@ class Sample:
 
 
 class Part:
-    """One device's part of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
+    """One device's part of a matrix, or of L stacked matrices: arrays [L,...], by their names in `Quantised`."""
 
     def __init__(self, box: Box, count: int, form: Form, packed: bool):
         self.box, self.form, self.packed = box, form, packed
@@ -74,7 +83,7 @@ class Part:
         self.arrays = {name: aligned_empty((count, *array.shape), array.dtype) for name, array in arrays.items()}
 
     def write(self, layer: int, block: Block, first: int) -> None:
-        """Copy the rows and inputs that belong to this part; `first` is the block's first input."""
+        """Copy from a block of layer `layer` the rows and inputs of this part; `first` is the block's first input."""
         source, target = overlap(block.where, *self.box[:2])
         inputs = slice(self.box[2] - first, self.box[3] - first)
         held = {name: array[layer] for name, array in self.arrays.items()}
@@ -100,20 +109,20 @@ def load_quantised(
     dtype: np.dtype,
     mesh: Mesh | None = None,
 ) -> Quantised:
-    """Load one matrix in fewer bits: a tensor, or with `lead` = (L,) the stack of L tensors of one shape.
+    """Load one quantised matrix: one tensor or, with `lead` = (L,), a stack of L tensors of the same shape.
 
     Args:
-        read: reader of the file's format.
-        tensors: place of each tensor by name.
+        read: reader for the file's format.
+        tensors: location of each tensor, by name.
         weight: the matrix's entry in the table of `models.weights`, which says how a mesh splits the matrix.
         form: form to round to; None keeps a GGUF file's blocks.
         lead: () or (L,).
         dtype: float dtype of the model.
-        mesh: devices that share the matrix; None for the default device.
+        mesh: mesh over whose devices the matrix is split; None means the default device.
 
     Raises:
-        ValueError: a value that this process reads is NaN or infinite, the file ends early, or tensors to stack are of
-            several GGUF types.
+        ValueError: a value that this process reads is NaN or infinite, the file ends early, or the tensors to stack
+            have different GGUF types.
     """
     kept = form is None
     form = stored_form(tensors) if form is None else form
@@ -124,7 +133,7 @@ def load_quantised(
     axes, shared = quantised_axes(weight, form), input_parts(weight, num_head_parts(mesh))
 
     def place(name: str, held: Mapping[Any, np.ndarray]) -> jax.Array:
-        """Put arrays [L,...] on their devices, as one array."""
+        """Put each device's array [L,...] on the device, and return them as one array."""
         held = {device: array.reshape(*lead, *array.shape[1:]) for device, array in held.items()}
         if mesh is None:
             return jax.device_put(held[None])
@@ -144,9 +153,10 @@ def load_quantised(
 def read_parts(
     read: Reader, tensors: Mapping[str, Any], boxes: Iterable[Box], *, form: Form, kept: bool, packed: bool
 ) -> tuple[dict[Box, Part], np.ndarray]:
-    """Read tensors into parts, one per distinct box; return the parts, and samples as bfloat16 [L,SAMPLE].
+    """Read tensors into parts, one per distinct box; return the parts by box, and samples as bfloat16 [L,SAMPLE].
 
-    With `kept`, blocks of a GGUF file are read as stored instead of rounded to `form`. `packed` is as in `Quantised`.
+    With `kept`, blocks of a GGUF file are read as they are stored instead of being rounded to `form`. With `packed`, a
+    byte holds two four-bit values.
     """
     parts = {box: Part(box, len(tensors), form, packed) for box in dict.fromkeys(boxes)}
     rows = range(min(box[0] for box in parts), max(box[1] for box in parts))
@@ -169,14 +179,14 @@ def read_parts(
 def rounded_blocks(
     rows: Iterator[tuple[slice | np.ndarray, np.ndarray]], columns: range, form: Form, sample: Sample
 ) -> Iterator[Block]:
-    """Yield blocks of rows, rounded to `form` as they are read; `sample` takes its elements before rounding."""
+    """Yield blocks of rows, rounded to `form` as they are read; `sample` takes its elements before they are rounded."""
     for where, values in rows:
         sample.take(where, columns, lambda rows, columns, values=values: values[rows, columns])
         yield Block(where, *round_rows(values, form))
 
 
 def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: Sample) -> Iterator[Block]:
-    """Yield blocks of rows of a GGUF matrix as they are stored; `sample` takes its elements, dequantised."""
+    """Yield blocks of rows of a GGUF matrix as they are stored; `sample` takes its elements after dequantising them."""
     for block in map(Block._make, read_stored(name, tensor, rows, columns)):
 
         def pick(rows: np.ndarray, columns: np.ndarray, block: Block = block) -> np.ndarray:
@@ -189,7 +199,7 @@ def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: S
 
 
 def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[Any, Box]:
-    """Return the rows and columns that each device of this process holds, by device; by None without a mesh."""
+    """Map each device of this process to the rows and columns that it holds; without a mesh, map None to all."""
     if mesh is None:
         return {None: (0, shape[0], 0, shape[1])}
     indices = sharding(mesh, weight.axes).addressable_devices_indices_map(shape)
@@ -197,21 +207,22 @@ def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[
 
 
 def whole_shape(where: NamedSharding, part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the whole array from its sharding `where` and the shape of one device's part."""
+    """Return the shape of an array, given its sharding `where` and the shape of one device's part."""
     counts = (1 if axis is None else where.mesh.shape[axis] for axis in (*where.spec, *(None for _ in part)))
     return tuple(size * count for size, count in zip(part, counts))
 
 
 def stored_form(tensors: Mapping[str, Any]) -> Form:
-    """Return the form of GGUF tensors, which must be of one type to be stacked."""
+    """Return the form of GGUF tensors; raise ValueError if they have different types and so cannot be stacked."""
     types = sorted({tensor.layout.name for tensor in tensors.values()})
     if len(types) > 1:
         raise ValueError(
-            f"weights='gguf' cannot stack {', '.join(tensors)}, which are {' and '.join(types)}: pass stacked=False"
+            f"weights='gguf' cannot stack {', '.join(tensors)}, because their types are {' and '.join(types)}: pass "
+            f"stacked=False"
         )
     return Form(kind=KINDS[types[0]], group=BLOCK)
 
 
 def sampled(size: int) -> np.ndarray:
-    """Return the flat indices of SAMPLE evenly spaced elements of a weight: those that `fingerprint` reads."""
+    """Return the flat indices of SAMPLE evenly spaced elements of a weight of `size` elements."""
     return np.linspace(0, size - 1, SAMPLE).astype(np.int64)

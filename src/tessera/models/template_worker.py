@@ -1,7 +1,7 @@
-"""Render chat templates, which are other people's code, in a separate process that may be killed.
+"""Render chat templates, which are untrusted code, in a separate process that may be killed.
 
-Reads JSON requests {"template", "variables", "limit_s", "limit_characters"} from standard input, one per line, and
-answers each with a line of JSON on standard output: {"text"} or {"error"}. The process runs this file directly and
+The process reads JSON requests {"template", "variables", "limit_s", "limit_characters"} from standard input, one per
+line, and answers each with a line of JSON on standard output: {"text"} or {"error"}. It runs this file directly and
 imports only jinja2 and the standard library, so it starts in about 0.2 s.
 """
 
@@ -20,11 +20,11 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
-"""Maximum bytes of this process's address space. A conversation of 20 million characters needs half of them."""
+"""Maximum bytes of this process's address space. A conversation of 20 million characters needs half as much."""
 
 
 class Refusal(Exception):
-    """A template is invalid or failed; the message says why."""
+    """Error: a template is invalid or failed. The message says why."""
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def limit_memory() -> None:
-    """Limit the address space to MEMORY_BYTES. Without such a limit (macOS), only time and output are limited."""
+    """Limit the address space to MEMORY_BYTES. Where the system refuses (macOS), only time and output are limited."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
@@ -88,7 +88,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks the assistant's words for training tools. Its body renders unchanged."""
+    """The tag `{% generation %}`, which marks the assistant's words for training tools. It renders as its body."""
 
     tags = {"generation"}
 

@@ -1,8 +1,8 @@
-"""Safetensors files: check headers without reading data, map tensors one at a time, write them one at a time.
+"""Safetensors files: check headers without reading data, and read or write tensors one at a time.
 
-This module parses the files itself, because the safetensors package's NumPy path copies each tensor, keeps whole shards
-mapped (which counts as the process's memory) and has no name for fp8. A file holds 8 bytes of header length, a JSON
-header {name: {dtype, shape, data_offsets}}, then the data.
+This module parses the files itself, because the safetensors package's NumPy interface copies each tensor, keeps whole
+shards mapped (which counts as the process's memory) and does not support fp8. A file holds the header's length in 8
+bytes, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """
 
 import json
@@ -29,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 BLOCK_BYTES = 16 << 20
-"""Bytes checked and converted at a time."""
+"""Number of bytes read and checked at a time."""
 
 MAX_HEADER_BYTES = SMALL_BYTES
 
@@ -42,7 +42,7 @@ ENTRY = record(
             "start and end", lambda v: items(OFFSET, "offsets").fits(v) and len(v) == 2 and v[0] <= v[1]
         ),
     },
-    "a dtype, a shape and the data_offsets of its start and end",
+    "an object with a dtype, a shape and data_offsets [start, end]",
 )
 METADATA = maybe(Rule("an object of strings", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
 WEIGHT_MAP = Rule(
@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Locate every tensor of a folder from the headers only, and check file sizes against them.
+    """Return where each tensor of a folder is stored, from the files' headers, and check the files' sizes.
 
     Raises:
         ValueError: there are no weights, a shard is missing, or a file is not safetensors or is cut short.
@@ -73,7 +73,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         if any(folder.glob("*.bin")):
             raise ValueError(f"{folder} holds its weights as .bin files, which may run code: save them as safetensors")
-        raise ValueError(f"{folder} holds no weights: {SINGLE} or {INDEX} is missing")
+        raise ValueError(f"{folder} holds no weights ({SINGLE} or {INDEX}): download the model again")
     weight_map = read_json(index).get("weight_map")
     if not WEIGHT_MAP.fits(weight_map):
         raise ValueError(
@@ -88,7 +88,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
             if weight_map.get(name, shard) != shard or name in stored:
                 other = escaped(stored[name].path.name if name in stored else weight_map[name])
                 raise ValueError(
-                    f"{folder / shard} holds {escaped(name)}, which belongs in {other} (by {INDEX} or another shard): "
+                    f"{folder / shard} holds {escaped(name)}, which {INDEX} or another shard places in {other}: "
                     f"download the model again"
                 )
             stored[name] = tensor
@@ -98,7 +98,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Locate every tensor of one safetensors file.
+    """Return where each tensor of one safetensors file is stored.
 
     Raises:
         ValueError: the file is not safetensors or is cut short.
@@ -133,7 +133,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Check that a tensor has this shape, a supported dtype and the size that follows from both.
+    """Check that a tensor has this shape, a supported dtype, and the number of bytes that follows from both.
 
     Raises:
         ValueError: one of them differs; the message names the tensor and the value.
@@ -145,11 +145,15 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
         )
     if tensor.dtype not in DTYPES:
         raise ValueError(
-            f"{name} in {tensor.path} is {escaped(tensor.dtype)}: weights must be {', '.join(DTYPES)}, not quantised"
+            f"{name} in {tensor.path} has dtype {escaped(tensor.dtype)}, which is not supported: it must be one of "
+            f"{', '.join(DTYPES)}"
         )
     num_bytes = prod(shape) * DTYPES[tensor.dtype].itemsize
     if tensor.num_bytes != num_bytes:
-        raise ValueError(f"{name} in {tensor.path} has {tensor.num_bytes} bytes for shape {shape}: download it again")
+        raise ValueError(
+            f"{name} in {tensor.path} has {tensor.num_bytes} bytes, but its shape {shape} needs {num_bytes}: "
+            f"download it again"
+        )
 
 
 def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
@@ -167,7 +171,8 @@ def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterato
     A vector has one column.
 
     Raises:
-        ValueError: a value in these rows and columns is NaN or infinite, or the file was cut short since it was opened.
+        ValueError: a value in these rows and columns is NaN or infinite, or the file was cut short after its header was
+            read.
     """
     dtype, width = DTYPES[tensor.dtype], prod(tensor.shape[1:])
     bits, exponent = EXPONENTS[tensor.dtype]
@@ -196,8 +201,8 @@ def write_file(
     Args:
         path: the file.
         specs: dtype and shape of each tensor by name.
-        arrays: the tensors, in the same order.
-        about: further entries of the header's metadata.
+        arrays: the tensors, in the order of `specs`.
+        about: additional entries for the header's metadata.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()} | {np.dtype(np.int32): "I32"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}

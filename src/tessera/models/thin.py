@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix on CPU, as in decode.
+"""Multiply a few rows by a large matrix on CPU, as in decode.
 
 XLA's product on CPU packs its right operand in every call. If the matrix is on the right, packing writes a copy of the
 matrix; `thin` therefore computes W x^T, which packs only the rows. XLA would swap the operands of a single product, so
@@ -16,14 +16,15 @@ FEW_ROWS = 4
 """Maximum number of rows for which a product on CPU takes no longer than reading the matrix."""
 BLOCKS = 4
 NARROW_ROWS = 8
-"""Minimum rows of an operand with elements below 32 bits, reached by padding; eight rows take as long as one."""
+"""Minimum number of rows of x if its elements have fewer than 32 bits. Fewer rows are padded, because eight take as
+long as one."""
 
 
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:
-    """Return x W^T in `dtype` for a few rows x [M,D] and W [E,D] of one dtype.
+    """Return x W^T in `dtype` for a few rows x [M,D] and W [E,D] of the same dtype.
 
-    The product is slower, and not cut into blocks, if E is not a multiple of BLOCKS, or under a mesh, where the blocks
-    would not match the devices' parts.
+    The product is slower, because W is not cut into blocks, if E is not a multiple of BLOCKS, or if several devices
+    share W along the mesh axis "heads": blocks would not match the devices' parts.
     """
     (count, inputs), outputs = x.shape, weight.shape[0]
     rows = max(count + count % 2, 2) if x.dtype.itemsize >= 4 else max(count, NARROW_ROWS)

@@ -1,4 +1,7 @@
-"""Turn text into tokens and back: tokenizers of Hugging Face folders and of the demo model (bytes), chat templates."""
+"""Turn text into tokens and back, and conversations into text: tokenizers and chat templates.
+
+The tokenizers come from Hugging Face folders; the demo model has a byte tokenizer.
+"""
 
 import json
 import os
@@ -19,12 +22,13 @@ from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, 
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
-"""Files that `load_tokenizer` reads. Saving replaces all of them, so that no tokenizer gets another one's template."""
+"""Files that `load_tokenizer` reads. Saving replaces or removes all of them, so that a tokenizer never gets the chat
+template of another one."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MARK = "\ufdd0"
-"""Unicode noncharacter, which text should not contain. `_mark` puts it into the names of special tokens in chat
-messages, so that the tokenizer does not find the names; it is removed before the text is tokenised."""
+"""A Unicode noncharacter, which text should not contain. `_mark` inserts it into the names of special tokens in chat
+messages, so that the tokenizer does not recognise the names. It is removed before the text is tokenised."""
 
 BYTE_SPECIALS = (
     "<|bos|>",
@@ -60,8 +64,8 @@ class Tokenizer:
 
     Attributes:
         backend: the underlying tokenizer.
-        specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}; chat templates
-            get them as variables of these names.
+        specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}. In a chat
+            template, each role is a variable that holds the text.
         chat_template: jinja source, or None.
         settings: other keys of tokenizer_config.json, written back unchanged.
     """
@@ -79,17 +83,18 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the beginning-of-sequence token."""
+        """Id of the beginning-of-sequence token; None if there is none."""
         return self.special_id("bos_token")
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token; a model may stop at others too (ModelConfig.eos_ids)."""
+        """Id of the end-of-sequence token; None if there is none. A model may stop at others, too: see
+        `ModelConfig.eos_ids`."""
         return self.special_id("eos_token")
 
     @property
     def pad_id(self) -> int | None:
-        """Id of the padding token."""
+        """Id of the padding token; None if there is none."""
         return self.special_id("pad_token")
 
     def special_id(self, role: str) -> int | None:
@@ -102,33 +107,36 @@ class Tokenizer:
 
         Args:
             text: any text.
-            add_special: add the tokens that the model expects around a document (often a leading bos).
-            parse_special: parse "<|user|>" and the like in the text as special tokens, as transformers does; False
-                treats every character as text (documents, quoted chats).
+            add_special: add the tokens that the model expects around a text (often a leading bos).
+            parse_special: turn the names of special tokens in the text, such as "<|user|>", into these tokens, as
+                transformers does. False treats every character as text (for documents and quoted chats).
         """
         self.backend.encode_special_tokens = not parse_special
         return _encode(self.backend, text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Decode token ids; bytes that are not UTF-8 become U+FFFD, unknown ids are dropped."""
+        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD, and unknown ids are dropped.
+
+        `skip_special` leaves special tokens out of the text.
+        """
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = True) -> "TextStream":
-        """Return a decoder that takes one id at a time."""
+        """Return a decoder that takes one id at a time; `skip_special` is as in `decode`."""
         return TextStream(self, skip_special)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render the conversation as the model expects it, with the checkpoint's own template in a sandbox.
+        """Render a conversation as the model expects it, with the checkpoint's template in a sandbox.
 
         Args:
-            messages: {"role": ..., "content": ...} each, plain JSON data.
+            messages: the conversation's messages, {"role": ..., "content": ...}, as plain JSON data.
             add_generation_prompt: end with the start of the assistant's turn.
             variables: other variables of the template (tools, documents, enable_thinking, ...).
 
         Raises:
-            ValueError: there is no template, the messages are not plain data, or the template refuses the conversation.
+            ValueError: there is no template, the messages or variables are not plain JSON data, or the template fails.
         """
         if self.chat_template is None:
             raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
@@ -145,10 +153,10 @@ class Tokenizer:
         parse_special: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Render a conversation and encode it as token ids; the template writes bos itself.
+        """Render a conversation and encode it as token ids. No bos is added, because the template writes it.
 
         Only the template can write special tokens. The name of a special token in a message or variable stays text, so
-        that a message cannot end its own turn; with `parse_special` it becomes the token, as in transformers.
+        that a message cannot end its own turn. With `parse_special`, the name becomes the token, as in transformers.
         """
         data = {**variables, "messages": messages}
         _plain_size(data)
@@ -162,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
-        """Copy of the backend that removes MARK from text right after the search for special tokens."""
+        """Copy of the backend that first searches a text for special tokens and then removes MARK from the text."""
         raw = json.loads(self.backend.to_str())
         for token in raw["added_tokens"]:
             token["normalized"] &= not token["special"]  # find special tokens before MARK is removed
@@ -172,15 +180,16 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(raw))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them, to a folder.
+        """Write tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja to a folder.
 
-        Writes all of them or none, and keeps the folder's other files.
+        The files have the format that transformers reads. Either all files are written or none. Tokenizer files from an
+        earlier save are removed; the folder's other files stay.
         """
         with replace_folder(Path(folder), outdated=FILES.__contains__) as new:
             self.write(new)
 
     def write(self, folder: Path) -> None:
-        """Write the files of `save` into a new folder, which the caller then moves into place."""
+        """Write the files that `save` writes into a new folder, which the caller then moves into place."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
         write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -189,7 +198,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decoder of one id at a time. The joined pieces are the text of all ids, and no piece ends inside a character."""
+    """Decoder that takes one id at a time and returns pieces of text.
+
+    The joined pieces are the text of all ids, and no piece ends inside a character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self._tokenizer = tokenizer
@@ -199,8 +211,10 @@ class TextStream:
         self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Take one id and return the text that became final: often this token's text, but "" while a character is
-        incomplete."""
+        """Take one id and return the text that has become final.
+
+        This is often the token's text, but it is "" while a character is incomplete.
+        """
         self._ids.append(int(token))
         text = self._text()
         if not text.startswith(self._given):
@@ -221,7 +235,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text still held back; an unfinished character becomes U+FFFD."""
+        """Return the rest of the text, which `push` has held back. An unfinished character becomes U+FFFD."""
         text = self._text()
         if not text.startswith(self._given):
             text = self._drop_context()
@@ -237,10 +251,12 @@ class TextStream:
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
-    """Read a Hugging Face folder's tokenizer; None if it has none (token lists still work).
+    """Read a Hugging Face folder's tokenizer; return None if the folder has none.
+
+    Without a tokenizer, prompts must be lists of token ids.
 
     Raises:
-        ValueError: the tokenizer is broken or in an unsupported form.
+        ValueError: the tokenizer is broken or of an unsupported kind.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -271,27 +287,29 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text is not UTF-8: its character {error.start} is {quoted(text[error.start])}: convert it first"
+            f"the text is not UTF-8: its character {error.start} is {quoted(text[error.start])}: convert it to UTF-8"
         ) from error
     with LibraryErrors("the tokenizer fails on the text"):
         return backend.encode(text, add_special_tokens=add_special).ids
 
 
 def _plain_size(data: Any) -> int:
-    """Return the length of `data` as JSON. Raise ValueError unless it is plain data in UTF-8: a template is untrusted
-    code and must not get objects with methods."""
+    """Return the length of `data` as JSON; raise ValueError unless it is plain JSON data in valid UTF-8.
+
+    A chat template is untrusted code and must not get objects with methods.
+    """
     try:
         json.dumps(data, ensure_ascii=False).encode()
         return len(json.dumps(data))
     except UnicodeEncodeError as error:
         held = quoted(error.object[error.start])
-        raise ValueError(f"the text is not UTF-8: it holds {held}: convert it first") from error
+        raise ValueError(f"the text is not UTF-8: it holds {held}: convert it to UTF-8") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat messages must be plain JSON data: {error}") from error
 
 
 def _holds(data: Any, names: Sequence[str]) -> bool:
-    """Return whether any text in the JSON data contains one of the names."""
+    """Return whether any string in the JSON data contains one of the names."""
     if isinstance(data, str):
         return any(name in data for name in names)
     if isinstance(data, Mapping):
@@ -313,7 +331,7 @@ def _mark(data: Any, names: Sequence[str]) -> Any:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Build the demo model's tokenizer: ids 0 to 255 are the text's UTF-8 bytes, then BYTE_SPECIALS, 264 in all."""
+    """Build the demo model's tokenizer, with 264 ids: 0 to 255 are the bytes of UTF-8 text, the rest BYTE_SPECIALS."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -332,7 +350,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """List the printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """List, for each byte, the printable character that byte-level tokenizers write for it (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -342,7 +360,7 @@ def _byte_characters() -> list[str]:
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     problem = f"{path} is not a readable tokenizer"
     if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{problem}: it has {size:,} bytes, more than the {MAX_BYTES:,} that it may have")
+        raise ValueError(f"{problem}: it has {size:,} bytes, more than the {MAX_BYTES:,} allowed")
     data = path.read_bytes()
     raw = parse_json(data, path)
     try:
@@ -369,16 +387,19 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, inline: Any) -> str | None:
-    """Return the chat template of chat_template.jinja, else `inline`, the template of tokenizer_config.json.
+    """Return the chat template in chat_template.jinja; without that file, return `inline`.
 
-    If `inline` is a list of named templates, return the one called "default".
+    `inline` is the value of chat_template in tokenizer_config.json: a template, a list of named templates, of which the
+    one called "default" is returned, or None.
     """
     path = folder / TEMPLATE_FILE
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from error
+            raise ValueError(
+                f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it to UTF-8"
+            ) from error
     if isinstance(inline, list):
         inline = {entry["name"]: entry["template"] for entry in inline}.get("default")
     return inline

@@ -14,7 +14,7 @@ from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import LIST, OBJECT, TEXT, TRUTH, Rule, check_fields, either, integer, items, maybe, record
 
 MAX_BYTES = 64 << 20
-"""Maximum bytes of tokenizer.json. The largest known file, with a quarter of a million tokens, has 33 MB."""
+"""Maximum size of tokenizer.json in bytes. The largest known file, with a quarter of a million tokens, has 33 MB."""
 MAX_TOKENS = 1 << 22
 """Token ids must be below this, because the library's memory grows with the largest id."""
 
@@ -55,7 +55,7 @@ MODEL_FIELDS = MappingProxyType(
             Rule("a list of pieces with scores", lambda value: items(PIECE, "pieces").fits(value) and bool(value)),
         ),
         "merges": maybe(LIST),
-        "dropout": Rule("null: dropout makes the tokens of a text random", lambda value: value in (None, 0)),
+        "dropout": Rule("null or 0 (dropout makes the tokens of a text random)", lambda value: value in (None, 0)),
         **dict.fromkeys(("type", "unk_token"), maybe(TEXT)),
         **dict.fromkeys(("byte_fallback", "fuse_unk", "ignore_merges"), maybe(TRUTH)),
     }
@@ -64,17 +64,20 @@ MODEL_FIELDS = MappingProxyType(
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 SETTINGS = MappingProxyType(
     {
-        **dict.fromkeys(ROLES, maybe(either(TEXT, record({"content": TEXT}, "an object with its content")))),
+        **dict.fromkeys(ROLES, maybe(either(TEXT, record({"content": TEXT}, "an object with a content")))),
         "chat_template": maybe(
             either(TEXT, items(record({"name": TEXT, "template": TEXT}, ""), "templates with names"))
         ),
     }
 )
-"""Rules for the values in tokenizer_config.json and special_tokens_map.json, for the keys that are read."""
+"""Rule for the value of each key of tokenizer_config.json and special_tokens_map.json that is checked."""
 
 
 class LibraryErrors:
-    """Context manager that turns errors of the tokenizers library, Rust panics included, into ValueError."""
+    """Context manager that turns errors of the tokenizers library, Rust panics included, into ValueError.
+
+    The error's message begins with `what`.
+    """
 
     def __init__(self, what: str):
         self.what = what
@@ -94,20 +97,25 @@ def check_tokenizer(raw: Mapping[str, Any]) -> None:
 
 
 def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError if the file's id of an added token, or of a token put around texts, is not the backend's."""
+    """Raise ValueError if tokenizer.json gives an id that differs from the backend's id of the same token.
+
+    The tokens checked are the added tokens, and the tokens that the post-processor puts around texts.
+    """
     claims = [(token["content"], token["id"]) for token in raw.get("added_tokens") or ()]
     for entry in _templates(raw.get("post_processor") or {}):
         claims += zip(entry.get("tokens") or (), entry.get("ids") or ())
     for content, claimed in claims:
         if (found := backend.token_to_id(content)) != claimed:
             raise ValueError(
-                f"token {quoted(content)} has id {claimed} in tokenizer.json, but {found} in its vocabulary"
+                f"token {quoted(content)} has id {claimed} in tokenizer.json, but {found} in the file's vocabulary"
             )
 
 
 def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the special tokens of a post-processor and of the post-processors inside it. The tokenizers library has
-    already checked their form."""
+    """Yield the special tokens of a post-processor and of the post-processors inside it.
+
+    The tokenizers library has already checked that these entries have the right structure.
+    """
     if processor.get("type") == "Sequence":
         for inner in processor["processors"]:
             yield from _templates(inner)

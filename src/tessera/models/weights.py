@@ -1,4 +1,4 @@
-"""Table of a decoder's weights: names in files, axes, when each exists, how each is initialised.
+"""Table of a decoder's weights: their names in files, their axes, when each exists, and how each is initialised.
 
 Initialisation, loading, saving, sharding and the parameter count all use this table.
 """
@@ -26,9 +26,9 @@ class Weight:
         name: field of Layer, or of Params.
         stored: Hugging Face's name; for a layer's weight, the part after "model.layers.N.".
         gguf: llama.cpp's name; for a layer's weight, the part after "blk.N.".
-        axes: names of the logical axes, [out, in] for a matrix; `sizes` gives their sizes, and meshes split along them.
-        needs: ModelConfig flag that enables the weight; None if it always exists.
-        residual: whether the matrix's product is added to the residual stream; the initial values are then multiplied
+        axes: names of the logical axes, [out, in] for a matrix. `sizes` gives their sizes, and a mesh splits some.
+        needs: ModelConfig flag that enables the weight; None if the weight always exists.
+        residual: whether the matrix's product is added to the residual stream; its initial values are then multiplied
             by (2 L) ** -0.5.
     """
 
@@ -41,7 +41,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether this is a matrix; the others are norms, which start at one, and biases, which start at zero."""
+        """Whether this is a matrix. Other weights are norms, which are initialised to one, and biases, to zero."""
         return len(self.axes) == 2
 
 
@@ -82,7 +82,7 @@ EMBED = _matrix("embed", "model.embed_tokens", "token_embd", "vocab", "model")
 FINAL_NORM = _vector("final_norm", "model.norm", "output_norm", "model")
 HEAD = _matrix("head", "lm_head", "output", "vocab", "model")
 OUTER = (EMBED, FINAL_NORM, HEAD)
-"""Weights outside the layers, which are the other fields of Params. A tied model has no head."""
+"""Weights outside the layers: the fields of Params except `layers`. A model with tied embeddings has no head."""
 
 
 def sizes(config: ModelConfig) -> Mapping[str, int]:
@@ -119,7 +119,7 @@ def layer_name(index: int, weight: Weight) -> str:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map Hugging Face's name of every tensor of a checkpoint to its shape; a tied model has no head."""
+    """Map Hugging Face's name of each tensor that a checkpoint must hold to the tensor's shape."""
     shapes = {weight.stored: shape_of(weight, config) for weight in outer_weights(config)}
     layer = {weight: shape_of(weight, config) for weight in layer_weights(config)}
     for index in range(config.num_layers):
@@ -128,7 +128,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def split_sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Return the sizes that a mesh splits. It splits q, k and v by whole KV heads, each with its query heads."""
+    """Return the sizes that a mesh splits. It splits q, k and v by whole KV heads, each with its query heads.
+
+    The number of devices along the mesh axis "heads" must divide each size.
+    """
     return {
         "num_kv_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
@@ -144,9 +147,10 @@ def abstract_params(
     stacked: bool = True,
     weights: str | None = None,
 ) -> Params:
-    """Return the weights as shapes with their shardings on a mesh.
+    """Return the weights of a model as shapes, dtypes and shardings on a mesh, without any arrays.
 
-    `dtype` None is config.dtype; `weights` names a form of `core.quant.FORMS`, or is None for floats."""
+    If `dtype` is None, it is config.dtype. `weights` names a form in `core.quant.FORMS`, or is None for floats.
+    """
     dtype = jnp.dtype(dtype or config.dtype)
 
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, lead: tuple[int, ...]):
@@ -172,7 +176,7 @@ def abstract_params(
 
 
 def device_bytes(params: Params) -> int:
-    """Return the bytes of weights, real or abstract, that one device of their mesh holds."""
+    """Return the number of bytes that each device of a mesh holds of these weights, which may be abstract."""
 
     def held(leaf: Array | jax.ShapeDtypeStruct) -> int:
         return num_bytes(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))
@@ -181,7 +185,7 @@ def device_bytes(params: Params) -> int:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Count the parameters in all weights, tied embeddings once."""
+    """Count the parameters in all weights; tied embeddings count once."""
 
     def count(weights: tuple[Weight, ...]) -> int:
         size, total = sizes(config), 0
@@ -194,11 +198,12 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | None:
-    """Return the form in which `load(weights=name)` holds a weight, for a name in core.quant.FORMS; None for floats.
+    """Return the form in which `load(weights=name)` stores a weight, for a name in `core.quant.FORMS`; None for floats.
 
-    The matrix that computes logits (the head, or a tied embedding) takes int8 in every form: its errors go straight
-    into the logits, and in a small model it is a fifth of the bytes that a decoded token reads. An untied embedding
-    stays in floats, because a lookup reads only one row.
+    The matrix that computes logits (the head, or a tied embedding) takes int8 whatever the name. It does not take fewer
+    bits, because its errors go straight into the logits; and it does not stay in floats, because in a small model it is
+    a fifth of the bytes that a decoded token reads. An untied embedding stays in floats, because a lookup reads only
+    one row.
     """
     if name is None or not weight.is_matrix:
         return None
@@ -208,7 +213,7 @@ def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | Non
 
 
 def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ...]]:
-    """Return the logical axes of each array of a `Quantised` weight, as `Weight.axes` names them."""
+    """Return the logical axes of each array of a `Quantised`, by the array's name; `Weight.axes` has the same names."""
     outputs, inputs = weight.axes
     if not form.group:
         return {"values": (outputs, inputs), "scale": (outputs,), "sample": (None,)}
@@ -217,15 +222,15 @@ def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ..
 
 
 def input_parts(weight: Weight, heads: int) -> int:
-    """Return the number of parts, `heads` or 1, into which `heads` devices on mesh axis "heads" split the inputs."""
+    """Return into how many parts `heads` devices along the mesh axis "heads" split a matrix's inputs: `heads` or 1."""
     return heads if mesh.RULES.get(weight.axes[1]) == mesh.HEADS else 1
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Initialise stacked weights: norms are one, biases zero, matrices normal with standard deviation n ** -0.5.
+    """Initialise stacked weights: norms to one, biases to zero, matrices to random normal values.
 
-    n is the matrix's input size; `Weight.residual` names an exception. Models with a smaller deviation never learned to
-    copy (LOG.md).
+    The standard deviation is n ** -0.5, where n is the matrix's number of inputs, and (2 L) ** -0.5 times as much for a
+    matrix with `Weight.residual`. Models with smaller initial values never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5
