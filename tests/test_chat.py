@@ -207,7 +207,7 @@ def test_only_a_saved_chat_is_overwritten(model, tmp_path):
         ('{"tessera_chat": 1, "model": "x"}', "messages=None must be a list"),
         ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": 5}]}', "messages=.* must be"),
         ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": "a"}]}', "must alternate"),
-        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "system", "content": "a"}]}', "template cannot render"),
+        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "system", "content": "a"}]}', "cannot render"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_leaves_the_conversation_as_it_was(model, tmp_path, text, said):

@@ -149,8 +149,8 @@ def join() -> str:
     except AuthenticationError as error:
         raise OSError(
             f"this machine has no token for the cluster at {ADDRESS}={os.environ[ADDRESS]}, or the wrong one: run "
-            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray with "
-            f"{TOKEN_MODE}=token; {TOKEN_MODE}=disabled joins a cluster that runs code for everyone who can reach it"
+            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray "
+            f"with {TOKEN_MODE}=token. {TOKEN_MODE}=disabled joins a cluster that runs code for all who can reach it"
         ) from error
     return ""
 

@@ -65,8 +65,8 @@ class Caught:
 
 def described(error: BaseException) -> dict[str, Any]:
     """Describe an error: its type, its text, and whether this library raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    own = str(Path(tessera.__file__).parent) in last and "/studies/" not in last
+    last, library = Path(traceback.extract_tb(error.__traceback__)[-1].filename), Path(tessera.__file__).parent
+    own = last.is_relative_to(library) and "studies" not in last.relative_to(library).parts
     return {"outcome": "refused", "type": type(error).__name__, "said": str(error)[:5000], "own": own}
 
 
