@@ -22,7 +22,7 @@ class LastTokens:
 
     Attributes:
         token: last token of every row.
-        seen: whether a row's prompt or answer holds a token; None until a request with a penalty needs it.
+        seen: mask [rows,V] of the tokens in each row's prompt and answer; None until a request with a penalty needs it.
     """
 
     def __init__(self, rows: int, vocab_size: int, mesh: Mesh | None):
@@ -43,7 +43,10 @@ class LastTokens:
             self.seen = set_row(self.seen, seen, np.int32(row))
 
     def take(self, rows: Int32[np.ndarray, "B"], *, seen: bool) -> tuple[Int32[Array, "B"], Bool[Array, "B V"] | None]:
-        """Return some rows, with the tokens that they have seen if `seen`; an index past the last row is padding."""
+        """Return the last tokens of some rows, and their mask of seen tokens if `seen` is set, else None.
+
+        An index past the last row is padding.
+        """
         return take_rows(self.token, rows), take_rows(self.seen, rows) if seen else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
@@ -53,7 +56,7 @@ class LastTokens:
             self.seen = set_rows(self.seen, choice.seen, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once, those of `take` and `update` for each size in `batches`; return their number."""
+        """Run every program once and return the number of programs; `batches` are sizes for `take` and `update`."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):
