@@ -50,7 +50,7 @@ class Engine:
         params, config, policy: the model's weights, config and attention policy.
         tokenizer: the model's tokenizer; with None, answers have tokens and no text.
         slots: number of rows of each lane, which is how many requests it runs at the same time. None gives a lane one
-            row for each request that waits when it opens.
+            row for each request that waits when the lane opens.
         num_keys: minimum number of keys to allocate per row. The cache grows for a request that needs more, and JAX
             then compiles new programs.
         sizes: lengths of prefill chunks, descending multiples of the policy's query tile. None uses the result of
@@ -121,7 +121,7 @@ class Engine:
         return lane.scheduler if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
-        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of the last of these."""
+        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of the last key."""
         if self.paging is None:
             return self.policy.at_length(num_keys)
         return self.policy.at_position(num_keys - 1, self.paging.unit)
@@ -130,7 +130,7 @@ class Engine:
         """Queue a request and return its id.
 
         Args:
-            request: the request, which gets a row in the next step in which one is free.
+            request: the request, which gets a row in the first later step that has a free one.
             started_s: value of time.perf_counter() from which the time to first token is measured; None means now.
 
         Raises:

@@ -43,7 +43,7 @@ class LastTokens:
             self.seen = set_row(self.seen, seen, np.int32(row))
 
     def take(self, rows: Int32[np.ndarray, "B"], *, seen: bool) -> tuple[Int32[Array, "B"], Bool[Array, "B V"] | None]:
-        """Return the last tokens of some rows, and their mask of seen tokens if `seen` is set, else None.
+        """Return the last tokens of `rows`, and the rows' masks of seen tokens, which are None if `seen` is false.
 
         An index past the last row is padding.
         """
@@ -56,7 +56,7 @@ class LastTokens:
             self.seen = set_rows(self.seen, choice.seen, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once and return the number of programs; `batches` are sizes for `take` and `update`."""
+        """Run every program once; return the number of programs. `batches` are the batch sizes of `take` and `update`."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):

@@ -7,9 +7,9 @@
     flops of n decoded tokens      = 2 (P + V D) n + 4 H G keys
     cache bytes of decode          = keys * bytes of one position's key and value in one KV head
 
-P is the number of elements in the layers' matrices. V D is the number in the output head, which a prefill applies to
-one row only. `keys` is the number of key positions read, summed over layers, KV heads and rows; a group of G query
-heads shares each read. H is the head dim.
+P is the number of elements in the layers' matrices. V D is the number of elements in the output head, which a prefill
+applies to one row only. `keys` is the number of key positions read, summed over layers, KV heads and rows; a group of G
+query heads shares each read. H is the head dim.
 Work that the formulas leave out (padding, masked keys, recomputation, tile selection) lowers the shares. The peaks come
 from the device's data sheet and are summed over the devices of the mesh. CPUs have no data sheet here; for them,
 `generate --stats` measures the rates.
@@ -125,7 +125,7 @@ def weight_bytes(params: Params) -> int:
 def use(answer: Generation, config: ModelConfig, params: Params, cache: str | None, peaks: Peaks | None) -> Use:
     """Compute the shares of the peak rates that one answer used.
 
-    Each of several answers that are decoded together is charged for reading all weights.
+    If several answers are decoded together, each of them is charged for reading all weights.
 
     Args:
         answer: the answer to a prompt of which no keys were reused from a cache.

@@ -1,11 +1,11 @@
 """Run the requests of an engine in one pool of pages. Prompts with a common prefix share the pages of that prefix.
 
-The scheduler decides which request gets a row, which prompt is prefilled next and which request gives way: when pages
-or rows run out, a request may have to give up its own and wait again. This module ensures two things:
+The scheduler decides which request gets a row, which prompt is prefilled next and which request gives way: when rows or
+pages run out, a request may have to give up its row and pages, and wait again. This module ensures two things:
 
 - The prefix cache contains only pages that a prefill wrote, and only whole units (`Paging.unit` positions). The keys of
   a partial unit are not shared, because they depend on the tokens that are in the same query tile. Under a sparse
-  policy, decode writes different keys from a prefill. If an answer is part of a later prompt, it is thus prefilled.
+  policy, decode and prefill write different keys. An answer that is part of a later prompt is therefore prefilled.
 - A request that gives way after its first token loses nothing: the pages after its last shared page are copied to the
   host. Its shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
 """
@@ -56,7 +56,7 @@ class PagedLane:
 
     Attributes:
         prefix: the prefix cache, which finds the pages of prompts by hash.
-        preempted: how often a request gave way so far.
+        preempted: number of times that a request has given way so far.
     """
 
     def __init__(self, pool: Pool, *, slots: int, lag: int):
@@ -112,7 +112,10 @@ class PagedLane:
         raise ValueError("an engine with pages caches every prefix: do not call hold; submit requests without `held`")
 
     def pin(self, tokens: Sequence[int], tenant: str) -> int:
-        """Pin the pages of a prompt that has just been computed, cut to whole units; return the number of positions."""
+        """Pin the pages of a prompt that has just been computed, cut to whole units (`Paging.unit`).
+
+        Return the number of pinned positions.
+        """
         hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.paging.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.pool.paging.page
@@ -207,7 +210,7 @@ class PagedLane:
         return self._rows[ticket.id]
 
     def _usual_s(self, num_tokens: int) -> float:
-        """Return the seconds until the first token is due: one more than twice the predicted prefill time."""
+        """Return the seconds until the first token is due: twice the predicted prefill time, plus one second."""
         unit = self.pool.paging.unit
         return 1 + 2 * self.scheduler.costs.step_s([(start, unit) for start in range(0, num_tokens, unit)], [])
 
@@ -362,7 +365,7 @@ class PagedLane:
     def _give_way(self, row: Row) -> None:
         """Take the row and the pages away from a request, which then waits again.
 
-        If it has begun to answer, copy the pages that it does not share to the host.
+        If the request has begun to answer, copy its unshared pages to the host.
         """
         self._drain(len(self._pending))
         if row.ticket.open:

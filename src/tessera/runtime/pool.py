@@ -51,7 +51,7 @@ class Paging:
         spill_bytes: maximum size of the folder in bytes.
 
     Raises:
-        ValueError: a size is out of range or no multiple as required.
+        ValueError: a value breaks one of these rules.
     """
 
     num_pages: int
@@ -96,7 +96,7 @@ def prefill_rows(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Rows, Reads | None]:
-    """Prefill `q_len_B` tokens of one sequence from position `q_start_B` on; the other rows of the T are padding.
+    """Prefill `q_len_B` tokens of one sequence from position `q_start_B` on; the rest of the T rows is padding.
 
     Return the cache, the hidden states and the key counts, which are None if the policy does not count.
     """
@@ -240,7 +240,7 @@ class Pool:
         return read_head(self.params, last)
 
     def score(self, rows: Rows, next_T: Int32[np.ndarray, "rows"]) -> RowScores:
-        """Score the tokens `next_T`, of which each follows one row of a prefill; see `RowScores`."""
+        """Score the tokens `next_T`, each of which follows one row of a prefill; see `RowScores`."""
         return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:

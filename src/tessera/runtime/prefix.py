@@ -65,7 +65,7 @@ def salt(
     for name, value in parts.items():
         if value in ("", {}) or (value is None and name != "plan"):
             raise ValueError(
-                f"{name}={value!r} names nothing: pass a value that identifies it, or two models could share pages"
+                f"{name}={value!r} names nothing: pass a value that differs between models, or they could share pages"
             )
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
@@ -262,10 +262,10 @@ class Prefix:
     def _victims(self, count: int) -> list[int]:
         """List up to `count` cached pages in the order of eviction.
 
-        A page's children are the published pages that continue it. The next page to go is always the one unused for
-        longest among the pages without children left. One walk over the pages in that order suffices: it passes a page
-        that still has children, and takes it as soon as its last child has gone. All other passed pages then still have
-        children.
+        A page's children are the published pages that continue it. The next page to evict is always the page that has
+        been unused for longest, of those whose children are all evicted before it. One walk over the cached pages, in
+        order of their release, finds them. It passes a page that still has children, and takes this page as soon as its
+        last child is taken, because all other passed pages still have children then.
         """
         found, passed, lost = [], set(), Counter()
         for page in self.pages.cached:

@@ -42,7 +42,7 @@ class RowScores(NamedTuple):
 
 @program()
 def score_prompt_rows(params: Params, hidden_TD: Float[Array, "T D"], next_T: Int32[Array, "rows"]) -> RowScores:
-    """Score the tokens `next_T`, of which each follows one row of a prefill."""
+    """Score the tokens `next_T`, each of which follows one row of a prefill."""
 
     def score(block: tuple[Array, Array]) -> RowScores:
         hidden, following = block

@@ -64,8 +64,9 @@ class Request:
             never share keys. Ignored by an engine without pages.
         deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
             twice the predicted prefill time. Ignored by an engine without pages.
-        held: result of `Engine.hold`: the request reuses keys of this prefix at most, and counts the keys that its
-            prefill read. None reuses the longest prefix whose keys are still in the cache.
+        held: result of `Engine.hold`. The request reuses at most the keys of this prefix, and the keys that were read
+            when the prefix was prefilled count as read by the request. None reuses the longest prefix whose keys are
+            still in the cache.
     """
 
     prompt: Sequence[int]
@@ -141,7 +142,7 @@ class PoolState(NamedTuple):
     Attributes:
         usage: fraction of the pages that are in use; pages that are only cached do not count.
         cached: fraction of the pages that are cached: no request uses them, but their contents are kept.
-        preempted: how often a request had to give up its pages for another request so far.
+        preempted: number of times so far that a request had to give up its pages for another request.
     """
 
     usage: float

@@ -142,7 +142,7 @@ class Speed:
 
 
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
-    """Return the Kascade policy of the paper: a tenth of the keys, and each KV head reuses the same head of its anchor.
+    """Return the paper's Kascade policy: a tenth of the keys; a KV head reuses the choice of the anchor's same head.
 
     The paper gives anchors for some models. If `name` is none of them, `default_anchors` gives the number of anchors,
     and they are spread evenly. `options` set further fields of Kascade.

@@ -9,7 +9,7 @@ and prefills some segments, where a segment is `unit` positions of one prompt. I
 
 Requests are ordered by the rule of Moore and Hodgson, which makes the fewest requests late on one machine. It sorts
 requests by deadline; wherever the predicted end of a prompt is after its deadline, it moves the longest prompt so far
-to the late requests. Late requests go last. To let each of them end at some time, the oldest late request goes first in
+to the late requests. Late requests go last. So that none of them waits for ever, the oldest late request goes first in
 every `ageing`-th decision.
 
 Each tenant has a virtual time: the number of tokens computed for it. The share is the virtual time of an imaginary
@@ -99,7 +99,7 @@ class LinearCosts:
     def fit(cls, samples: Iterable[tuple[Sequence[tuple[int, int]], Sequence[int], float]]) -> Self:
         """Fit the coefficients to measured steps (prefill, decode, seconds).
 
-        The fit minimises the squares of the relative errors; no coefficient is negative.
+        The fit minimises the sum of the squared relative errors; no coefficient is negative.
 
         Raises:
             ValueError: there is no sample, or a sample's seconds are not positive.

@@ -72,7 +72,7 @@ def run_chunk(
 ) -> tuple[Float[Array, "1 T D"], Cache, Any]:
     """Run `q_len_B` tokens from position `q_start_B` on; return hidden states, cache and the policy's notes.
 
-    The other rows of the T are padding.
+    The rest of the T rows is padding.
     """
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     policy = make_policy(policy, array)

@@ -4,8 +4,8 @@
 
 One file holds one page: checksum | length of the header | header | arrays. The checksum is keyed with the salt and
 covers the file's name. It thus detects a file that was cut short, damaged, renamed or moved from another model's
-folder. A page is written to a temporary file, which is renamed once its contents are on disk. A process that is killed
-thus leaves the whole page or none, and at most a temporary file, which the next start removes.
+folder. A page is written to a temporary file, which is renamed once its contents are on disk. If the process is killed,
+the folder has the whole page or none, and at most a temporary file, which the next start removes.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class Spill:
     after it has itself written 1/16 of the limit, so each may exceed the limit by 1/16. Apart from the constructor, no
     method raises OSError.
 
-    Save a page when it is evicted from memory, after the pages that continue it (as `Prefix` calls `on_evict`). It is
-    then newer on disk than those pages and is removed after them. They could not be used without it.
+    Save a page when it is evicted from memory, after the pages that continue it (`Prefix` calls `on_evict` in this
+    order). The page is then newer than those pages, which need it, and is removed from disk after them.
 
     Args:
         folder: folder for the pages of all salts; made if missing. Files in it that are not pages are left alone.
@@ -81,7 +81,7 @@ class Spill:
         return self._path(hash).is_file()
 
     def save(self, hash: bytes, arrays: Sequence[np.ndarray]) -> bool:
-        """Write a page unless it is on disk already; return whether it is on disk now. Log an error in writing.
+        """Write a page unless it is on disk already; return whether it is on disk now. If writing fails, log why.
 
         Raises:
             ValueError: an array holds objects, records or texts, or numbers in another byte order.
@@ -105,7 +105,7 @@ class Spill:
         return self._touch(path)
 
     def load(self, hash: bytes) -> list[np.ndarray] | None:
-        """Return the arrays of a page (read-only), or None if it is not on disk. A damaged file is removed."""
+        """Return the arrays of a page (read-only), or None if it is not on disk. Remove a file that is damaged."""
         path = self._path(hash)
         try:
             data = path.read_bytes()

@@ -228,7 +228,8 @@ class Session:
     def bucket(self, num_keys: int) -> int:
         """Return the cache size for `num_keys` keys.
 
-        It has room for the padding of the last chunk, because XLA would shift a write that goes past the end.
+        The cache has room for the padding of the last chunk, because XLA would shift a write that goes past the end to
+        earlier positions.
         """
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
@@ -405,7 +406,10 @@ def needed(
     cache: str | None = None,
     division: Division = ONE_DEVICE,
 ) -> Footprint:
-    """Compute the bytes on one device while prompts of `num_tokens` tokens are prefilled into a cache of `num_keys`."""
+    """Compute the bytes on one device while prompts are prefilled.
+
+    Each of the `batch` prompts has `num_tokens` tokens; the cache has room for `num_keys` keys of each.
+    """
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
     return footprint(config, load, types=Types(weights=dtype, cache=cache or dtype, dtype=dtype), division=division)
 

@@ -78,7 +78,7 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Attention in which every layer selects its own tiles by cheap scores (`estimate.py`), one budget per KV head.
+    """Attention in which every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head.
 
     Attributes:
         tiling: tile sizes, always-read keys, and how tiles are scored.
@@ -159,7 +159,7 @@ def _near_and_budgets(
 ) -> tuple[Selection, list[Array]]:
     """Return the always-read tiles, and the number of tiles within each budget in GRID.
 
-    They are one jitted function because it compiles faster than its operations would one by one.
+    This is one jitted function because its operations would take longer to compile one by one.
     """
     spec, always = tiling.spec(spec), tiling.always()
     near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())

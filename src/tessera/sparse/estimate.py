@@ -114,8 +114,7 @@ def estimate_mass(
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
 
-    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset means that there is no
-    such row.
+    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset means no row.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1

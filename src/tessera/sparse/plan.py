@@ -149,7 +149,7 @@ class Plan:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
-        """Raise ValueError unless the plan fits a model of this config and, if given, weights of this fingerprint."""
+        """Raise ValueError unless the plan fits a model of this config and, if given, weights with this fingerprint."""
         remake = "make a plan for this model with `tessera calibrate`"
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
@@ -201,7 +201,7 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
 
 
 def check_choice(found: Any) -> None:
-    """Raise ValueError unless `found`, a plan or its policy, has valid tiles, budgets, cheap scores and `heads`."""
+    """Raise ValueError unless tile sizes, budget, cheap scores and `heads` of `found`, a plan or policy, are valid."""
     AttentionSpec(tile=found.tile, query_tile=found.query_tile)
     check_budget(found.fraction, found.minimum, found.local, found.sinks)
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)

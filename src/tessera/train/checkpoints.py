@@ -60,7 +60,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but `keep` checkpoints.
+    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep` ones.
 
     Returns:
         path of the file.

@@ -303,7 +303,7 @@ def passkey_task(
         chat: whether to ask in a chat turn; if not, the question follows the text.
 
     Returns:
-        the prompt, the answer, and the depth of the line break nearest to the wanted depth, after which the note is.
+        the prompt, the answer, and the depth of the note, which follows the line break nearest to the wanted depth.
 
     Raises:
         ValueError: `length` is too short for the note and the question.

@@ -52,7 +52,7 @@ from tessera.train.state import State, optimizer, shardings, start
 
 
 class Sums(NamedTuple):
-    """Sums over a batch: weighted cross-entropy, weights, number of answer tokens predicted correctly, and of all."""
+    """Sums over a batch: weighted cross-entropy, weights, correctly predicted answer tokens, and all answer tokens."""
 
     loss: Array
     weight: Array
@@ -124,7 +124,7 @@ def loss_sums(
 def train_step(
     state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage, mesh: Mesh | None = None
 ) -> tuple[State, tuple[Array, Array, Array]]:
-    """Run one update over `stage.accumulate` slices of the batch, on a mesh or, if `mesh` is None, where `state` is.
+    """Run one update over `stage.accumulate` slices of the batch, on `mesh` or, with None, on the devices of `state`.
 
     Return (state, (loss, share of answer tokens predicted correctly, gradient norm)).
     """
@@ -284,7 +284,8 @@ def _resumed(run: Run) -> tuple[State, int]:
         return start(run.recipe, run.mesh), 0
     if step not in found:
         raise ValueError(
-            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: use one shared folder"
+            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: use a folder that all "
+            "processes share"
         )
     state = load_checkpoint(found[step], run.recipe, run.mesh)
     if step > run.recipe.steps:

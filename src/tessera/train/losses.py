@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 30.0
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """Read a loss log up to the first line that is incomplete, because the run was killed, or out of order."""
+    """Read a loss log up to the first line that is out of order or incomplete, as after a kill."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:

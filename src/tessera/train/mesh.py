@@ -3,8 +3,8 @@
 All devices share each batch by rows. The devices along "shard" also share the weights, the gradients and the
 optimizer's moments, each split equally (`core.mesh.TRAINING_RULES`): the weights of a layer are gathered when the layer
 runs, forward and backward, and the sum of its gradients is split like the weights (Rajbhandari et al., arXiv
-1910.02054, stage 3). The devices along "data" hold copies of them. XLA inserts the collectives; `gathered` only sets
-shardings.
+1910.02054, stage 3). The devices along "data" hold equal copies of all three. XLA inserts the collectives; `gathered`
+only sets shardings.
 """
 
 import os
@@ -120,8 +120,8 @@ def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
 def row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...]:
     """Return the logical axes of a batch of `num_rows` rows: ("batch",) if the devices can share the rows equally.
 
-    If they cannot, return (): each device then computes the whole batch. On a mesh that the user names they always can,
-    because `check` requires it.
+    If they cannot, return (): each device then computes the whole batch. On a mesh that the user names, they always
+    can, because `check` requires it.
     """
     return ("batch",) if num_rows % mesh.size == 0 else ()
 
