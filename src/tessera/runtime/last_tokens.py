@@ -56,7 +56,7 @@ class LastTokens:
             self.seen = set_rows(self.seen, choice.seen, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once; return the number of programs. `batches` are the batch sizes of `take` and `update`."""
+        """Run every program once; return the number of programs. `take` and `update` run for each size in `batches`."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):
