@@ -115,7 +115,10 @@ class Answer:
         return self._hand_out(len(self._text))
 
     def generation(self, started_s: float) -> Generation:
-        """Return the answer with its statistics; `started_s` is the request's start, on the clock of `push`."""
+        """Return the answer with its statistics.
+
+        `started_s` is the time when the request started, on the same clock as `time_s` of `push`.
+        """
         count = len(self.tokens)
         spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
         return Generation(

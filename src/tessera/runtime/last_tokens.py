@@ -1,4 +1,4 @@
-"""The last token of every row of a lane, and the tokens that each row has seen, on the device."""
+"""The last token of every row of a lane, and a mask of the tokens in its prompt and answer, on the device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -78,7 +78,7 @@ def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
 
 @program()
 def take_rows(array: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return rows of an array; an index past the last row reads the last."""
+    """Return rows of an array; an index past the last row returns the last row."""
     return keep(array.at[rows].get(mode="clip"))
 
 

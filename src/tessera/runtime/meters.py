@@ -82,7 +82,7 @@ def matrix_elements(config: ModelConfig) -> int:
 def attention_flops(config: ModelConfig, keys: float) -> float:
     """Return the flops of attention over `keys` positions, counted per KV head.
 
-    Each position takes 4 H flops in each query head of the group: 2 H for q.k, 2 H for p v.
+    Each position takes 4 H flops in each of the query heads that share it: 2 H for q.k, 2 H for p v.
     """
     return 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads) * keys
 
@@ -93,7 +93,7 @@ def prefill_flops(config: ModelConfig, tokens: int, keys: float) -> float:
 
 
 def decode_flops(config: ModelConfig, tokens: int, keys: float) -> float:
-    """Return the flops of `tokens` decoded tokens that read `keys` positions in all."""
+    """Return the flops of `tokens` decoded tokens that together read `keys` positions."""
     return (2.0 * matrix_elements(config) + _logits_flops(config)) * tokens + attention_flops(config, keys)
 
 
@@ -116,7 +116,7 @@ def decode_bytes(
 def weight_bytes(params: Params) -> int:
     """Return the bytes of the weights that a decode step reads.
 
-    An untied embedding does not count, because a step reads one row of it.
+    An untied embedding does not count, because a step reads only one row of it per sequence.
     """
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))

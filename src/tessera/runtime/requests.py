@@ -116,8 +116,8 @@ class Token(NamedTuple):
 class End(NamedTuple):
     """Event: a request is complete; `generation.finish_reason` is "stop" or "length".
 
-    `reused_tokens` counts the prompt's tokens whose keys were still in the cache. `prompt` holds the prompt's tokens
-    with their probabilities, without texts, if the request has `prompt_logprobs`.
+    `reused_tokens` counts the prompt's tokens whose keys were still in the cache. If the request has `prompt_logprobs`,
+    `prompt` has a Token with log-probabilities, but without text, for each token of the prompt.
     """
 
     id: int

@@ -136,7 +136,10 @@ class Spill:
         return _checksum(self._key, hash, body)
 
     def _touch(self, path: Path) -> bool:
-        """Make a file the newest, by a clock that is finer than the file system's; return whether the file exists."""
+        """Set a file's time to now, which makes it the newest file; return whether the file exists.
+
+        The time comes from a clock that is finer than the file system's.
+        """
         now = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))

@@ -165,7 +165,7 @@ def take_row(cache: Cache, row: Int32[Array, ""], stripe: int | None = None) -> 
 
 @program(static_argnames="stripe", donate_argnames="cache")
 def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
-    """Write a cache of one sequence into one row of a larger one."""
+    """Write a cache of one sequence into one row of a larger cache."""
     check_contiguous(cache)
 
     def write(x: Array, new: Array) -> Array:
@@ -220,7 +220,7 @@ class Session:
         return None if self.cache.scales is None else "int8"
 
     def reserve(self, num_keys: int) -> None:
-        """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
+        """Grow the cache, if it is smaller, to hold `num_keys` keys per sequence; its contents are kept."""
         if self.bucket(num_keys) > self.num_keys:
             self.num_keys = self.bucket(num_keys)
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
@@ -248,7 +248,7 @@ class Session:
             return None
         if len(self.sizes) > 1 or self.sizes[0] % parts:
             raise ValueError(
-                f"sizes={self.sizes} must be one chunk size, a multiple of the {parts} devices that share it"
+                f"sizes={self.sizes} must be one chunk size, a multiple of {parts}, because {parts} devices share it"
             )
         return self.sizes[0] // parts
 

@@ -28,7 +28,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div, round_up
 
 BLOCK_SCORES = 512
-"""Blocks of keys scored per step. The scores of 96 rows then just fit in a second-level cache."""
+"""Number of key blocks scored per step. The scores of 96 rows then just fit in a CPU's second-level cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

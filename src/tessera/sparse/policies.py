@@ -2,7 +2,7 @@
 
 A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
 import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. If the
-user names no plan, `generate.find_plan` looks for one for kascade, and for no other policy.
+user names no plan, `generate.find_plan` looks for a plan if the policy is kascade, but not for any other policy.
 """
 
 from collections.abc import Callable, Mapping

@@ -92,4 +92,4 @@ def _answers(plan: Plan) -> str:
     if promises_answers(plan):
         return f"it keeps {found['found']} of {found['found_dense']} planted answers"
     dense = f"only {found['found_dense']}" if found["found_dense"] else "none"
-    return f"it promises nothing about answers, as dense finds {dense} of {found['asked']} planted ones"
+    return f"it promises nothing about answers, because dense finds {dense} of {found['asked']} planted answers"

@@ -57,7 +57,7 @@ class SimilarityRecorder(Policy):
 
     Attributes:
         query_tile: query positions pooled into one ranking, after the softmax.
-        pooled: pool over all KV heads too.
+        pooled: whether to pool over all KV heads, too.
         local: keys before the query tile's own that are always read.
         sinks: first keys of the sequence that are always read.
     """
@@ -149,8 +149,9 @@ class RecallRecorder(Policy):
 
     Attributes:
         policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
-        dense: return dense attention's output, so that each layer is judged on the inputs of a dense run. If false,
-            return the policy's output, so that each layer is judged on the inputs of the policy's run.
+        dense: if true, layers return the output of dense attention, so that each layer is judged on the inputs of a
+            dense run. If false, they return the policy's output, so that each is judged on the inputs of the policy's
+            run.
     """
 
     policy: Policy
@@ -200,7 +201,7 @@ class RecallRecorder(Policy):
         """Return the tiles that the layer reads if it is sparse, given the policy's state after the layer.
 
         Raises:
-            TypeError: the policy is of a kind whose choice is not known here.
+            TypeError: the policy is none of the kinds that the class supports.
         """
         policy, where = self.policy, positions._asdict()
         match policy:

@@ -31,7 +31,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint: the step that it follows, and its files in order of their processes."""
+    """A complete checkpoint: the number of steps done, and the files, in order of the processes that wrote them."""
 
     step: int
     files: tuple[Path, ...]
@@ -110,7 +110,7 @@ def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
 
 
 def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
-    """Load the weights of a checkpoint, without the moments, into the host's memory; errors as in `load_checkpoint`."""
+    """Load the weights of a checkpoint, without the moments, into host memory. It raises as `load_checkpoint` does."""
 
     def whole(shape: tuple[int, ...], read: Callable[[Box], np.ndarray], wanted: bool) -> np.ndarray | None:
         return read(_box((slice(None),) * len(shape), shape)) if wanted else None
