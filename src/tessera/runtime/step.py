@@ -50,10 +50,7 @@ def allocate(
     stacked: bool,
     stripe: int | None = None,
 ) -> Cache:
-    """Allocate an empty cache, split over the mesh by KV heads and, with `stripe`, by positions.
-
-    At no time does one device hold the whole cache.
-    """
+    """Allocate an empty cache in parts: a device only ever holds its own KV heads and, with `stripe`, positions."""
     return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
@@ -91,9 +88,8 @@ def prefill_chunk(
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
     """Run one prefill chunk; return the cache, the new `last_BD` and the key counts.
 
-    In the new `last_BD`, each sequence with rows in this chunk has the hidden state of its last row in the chunk. The
-    argument `last_BD` is not donated: the host waits for it after dispatching this chunk, to know that the chunk before
-    has ended.
+    In the new `last_BD`, a sequence with rows in the chunk has the hidden state of its last row. The old `last_BD` is
+    not donated: after dispatching this chunk, the host waits for it, to know that the chunk before has ended.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -143,10 +139,7 @@ def score_tokens(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Float[Array, "B T V"], Bool[Array, ""]]:
-    """Compute logits at every position in one call without a cache.
-
-    Return the logits, and whether all logits outside padding are finite.
-    """
+    """Compute logits at every position without a cache, and whether all logits outside padding are finite."""
     positions = Positions(jnp.zeros_like(q_len_B), q_len_B, q_len_B)
     hidden, _, _ = forward(params, tokens_BT, None, positions, config=config, policy=policy)
     out = logits(params, hidden)
@@ -181,8 +174,7 @@ class Session:
         params, config, policy: the model's weights, config and attention policy.
         batch: number of sequences.
         num_keys: minimum number of keys to allocate per sequence.
-        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None chooses them. On a mesh
-            that splits the positions of sequences, there must be only one.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None chooses them.
         cache: dtype of keys and values: "int8", or None for the dtype of the weights.
     """
 
@@ -226,11 +218,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys.
-
-        The cache has room for the padding of the last chunk, because XLA would shift a write that goes past the end to
-        earlier positions.
-        """
+        """Return the cache size for `num_keys` keys plus the last chunk's padding: XLA would shift a write past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
@@ -255,11 +243,10 @@ class Session:
     def align(self, position: int) -> int:
         """Round a position down to a multiple of the smallest chunk, and so of the query tile.
 
-        Before the returned position, the keys that a prefill wrote equal the keys that a prefill from position 0 would
-        write for any longer prompt with the same prefix: each query tile there was full, so the same rows ranked its
-        key tiles. (A prompt's last query tile may be partial.) Chunks of other sizes run other programs, which may
-        round differently; on a CPU, keys and selections are bit-identical for chunks of 64, 256 and 1,024 rows and
-        caches of 1,536 and 2,048 keys.
+        Before the returned position, a prefill wrote the keys that a prefill of any longer prompt with this prefix
+        would write: each query tile there was full, so the same rows ranked its key tiles. (A prompt's last query tile
+        may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
+        selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
 
@@ -274,10 +261,7 @@ class Session:
         self.cache = put_row(self.cache, part.cache, np.int32(index), stripe=self.stripe)
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Prefill the prompts from position `start` on; return next-token logits and each chunk's key counts.
-
-        The arguments are as in `Prefill`.
-        """
+        """Run a whole `Prefill` of the prompts from `start` on; return next-token logits and each chunk's key counts."""
         run = Prefill(self, prompts, start)
         while not run.done:
             interrupt.check()
@@ -327,9 +311,7 @@ class Session:
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
     def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
-        """Run each program of prefill and of decode once for this cache size, on empty sequences.
-
-        Return the number of programs. `prefill` and `decode` say which of the two kinds to run.
+        """Run each wanted program for this cache size once, on empty sequences; return the number of programs.
 
         `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
         calls this for each cache size up to its longest request.
@@ -356,8 +338,7 @@ class Prefill:
     Args:
         session: session whose cache is large enough for the prompts; see `Session.reserve`.
         prompts: token ids, one list per sequence.
-        start: position of the first token to run, a multiple of the smallest chunk. The cache must hold the keys of all
-            tokens before it.
+        start: position of the first token to run, a multiple of the smallest chunk; the cache must hold earlier keys.
     """
 
     def __init__(self, session: Session, prompts: Sequence[Sequence[int]], start: int = 0):
@@ -406,10 +387,7 @@ def needed(
     cache: str | None = None,
     division: Division = ONE_DEVICE,
 ) -> Footprint:
-    """Compute the bytes on one device while prompts are prefilled.
-
-    Each of the `batch` prompts has `num_tokens` tokens; the cache has room for `num_keys` keys of each.
-    """
+    """Compute the bytes on one device while prompts of `num_tokens` tokens fill a cache of `num_keys` keys each."""
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
     return footprint(config, load, types=Types(weights=dtype, cache=cache or dtype, dtype=dtype), division=division)
 
