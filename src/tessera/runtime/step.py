@@ -218,7 +218,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys plus the last chunk's padding: XLA would shift a write past the end."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding: XLA would shift writes past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
@@ -261,7 +261,7 @@ class Session:
         self.cache = put_row(self.cache, part.cache, np.int32(index), stripe=self.stripe)
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Run a whole `Prefill` of the prompts from `start` on; return next-token logits and each chunk's key counts."""
+        """Run a whole `Prefill` of the prompts from `start` on; return next-token logits and key counts per chunk."""
         run = Prefill(self, prompts, start)
         while not run.done:
             interrupt.check()
@@ -311,7 +311,7 @@ class Session:
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
     def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
-        """Run each wanted program for this cache size once, on empty sequences; return the number of programs.
+        """Run the programs of prefill and decode, as wanted, once on empty sequences; return the number of programs.
 
         `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
         calls this for each cache size up to its longest request.
