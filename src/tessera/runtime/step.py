@@ -218,7 +218,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return a cache size that holds `num_keys` keys and the last chunk's padding: XLA shifts writes past the end."""
+        """Return a cache size for `num_keys` keys and the last chunk's padding: XLA shifts writes past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
