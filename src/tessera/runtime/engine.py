@@ -130,7 +130,7 @@ class Engine:
         """Queue a request and return its id.
 
         Args:
-            request: the request, which gets a row in the first later step that has a free one.
+            request: the request, which gets a row in the first step in which a row is free for it.
             started_s: value of time.perf_counter() from which the time to first token is measured; None means now.
 
         Raises:

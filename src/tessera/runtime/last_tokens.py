@@ -1,4 +1,4 @@
-"""The last token of every row of a lane, and a mask of the tokens in its prompt and answer, on the device."""
+"""The last token of every row of a lane, and masks of the tokens in the rows' prompts and answers, on the device."""
 
 from collections.abc import Iterable, Sequence
 

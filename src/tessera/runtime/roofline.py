@@ -142,10 +142,11 @@ class Speed:
 
 
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
-    """Return the paper's Kascade policy: a tenth of the keys; a KV head reuses the choice of the anchor's same head.
+    """Return the Kascade policy of the paper, which reads a tenth of the keys.
 
-    The paper gives anchors for some models. If `name` is none of them, `default_anchors` gives the number of anchors,
-    and they are spread evenly. `options` set further fields of Kascade.
+    Each KV head reuses the choice of the anchor's head of the same number. The paper gives anchors for some models. If
+    `name` is none of them, `default_anchors` gives the number of anchors, and they are spread evenly. `options` set
+    further fields of Kascade.
     """
     layers, count = config.num_layers, default_anchors(config.num_layers)
     anchors = ANCHORS.get(name, tuple(i * layers // count for i in range(count)))

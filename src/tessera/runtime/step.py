@@ -50,7 +50,7 @@ def allocate(
     stacked: bool,
     stripe: int | None = None,
 ) -> Cache:
-    """Allocate an empty cache in parts: a device only ever holds its own KV heads and, with `stripe`, positions."""
+    """Allocate an empty cache in parts: a device only ever holds its KV heads and, with `stripe`, its positions."""
     return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
@@ -311,7 +311,7 @@ class Session:
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
     def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
-        """Run the programs of prefill and decode, as wanted, once on empty sequences; return the number of programs.
+        """Run the wanted programs (`prefill`, `decode`) once on empty sequences; return the number of programs.
 
         `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
         calls this for each cache size up to its longest request.

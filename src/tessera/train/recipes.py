@@ -188,7 +188,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""Recipe of the demo model. It starts with copying on sequences of 24 tokens; they grow to the whole context."""
+"""Recipe of the demo model. It starts with copying on 24 tokens; the length then grows to the whole context."""
 
 TINY = Recipe(
     name="tiny",
