@@ -133,7 +133,7 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
     caplog.clear()  # taking a plan logs its promise
     with caplog.at_level("INFO", logger="tessera"):
         [short] = kascade.generate([prompt(20)], max_new_tokens=4)
-    said = "23 tokens are below the cross-over: attention is dense, not kascade"
+    said = "requests of up to 23 tokens are below the cross-over: attention is dense, not kascade"
     assert [record.getMessage() for record in caplog.records] == [said]
     assert short.density == 1.0
     assert short.tokens == model.generate([prompt(20)], max_new_tokens=4)[0].tokens

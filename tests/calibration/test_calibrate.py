@@ -340,7 +340,9 @@ def test_bad_texts_are_named(model, tmp_path):
     (tmp_path / "image.bin").write_bytes(b"\x00\x01" * 99)
     with pytest.raises(ValueError, match="holds no text"):
         calibrate(model, tmp_path, progress=False)
-    with pytest.raises(ValueError, match="8 tokens, too few to calibrate and to judge on: 256 are needed"):
+    with pytest.raises(
+        ValueError, match="8 tokens, too few to calibrate and to evaluate: pass one text of at least 256"
+    ):
         calibrate(model, [[1, 2, 3, 4, 5, 6, 7, 8]], progress=False)
     with pytest.raises(ValueError, match="integers from 0 to 263"):
         calibrate(model, [[1, 2, 999]], progress=False)

@@ -390,7 +390,7 @@ def test_doctor_shows_the_shipped_promises(capsys):
         "98.3% of dense's probability (KL 0.014; planted answers 97.3%, KL 0.045), which misses the target; it keeps "
         "12 of 13 planted answers"
     )
-    assert "as dense finds only 3 of 36 planted ones" in plans["model/plan.json"]
+    assert "because dense finds only 3 of 36 planted answers" in plans["model/plan.json"]
 
 
 @pytest.mark.parametrize("target", ["--anchors 2 --fraction 0.2", "--max-kl 9", "--keep 0.01"])

@@ -127,7 +127,7 @@ def test_long_chunks_of_a_large_model_are_shared_by_rows():
     assert "131,072 rows is shared by rows" in eight.explain(1, 131_072)
     assert "1,024 rows is shared by heads" in eight.explain(2, 512)
     assert "8 devices do not divide 131,071 rows" in eight.explain(1, 131_071)
-    assert "whatever their length" in Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).explain(1, 8)
+    assert "for any chunk length" in Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).explain(1, 8)
     assert Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).break_even is None
 
 

@@ -267,5 +267,5 @@ def test_a_bad_parameter_is_refused(changes, words):
 def test_nothing_to_fit_or_to_stop_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         LinearCosts.fit([])
-    with pytest.raises(ValueError, match="nothing runs"):
+    with pytest.raises(ValueError, match="no request that could give way"):
         scheduler().victim([])

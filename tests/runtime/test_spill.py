@@ -64,7 +64,7 @@ def test_a_damaged_or_foreign_file_is_removed_and_said(tmp_path, caplog):
         place.write_bytes(data)
         caplog.clear()
         assert spill.load(KEYS[1]) is None
-        assert f"{place} is cut short, damaged or of another model: removed" in caplog.text
+        assert f"{place} is cut short, damaged or from another model: removed" in caplog.text
         assert not place.exists()
     place.with_name(KEYS[3].hex()).write_bytes(whole)  # under the name of another page
     assert spill.load(KEYS[3]) is None

@@ -266,7 +266,7 @@ def test_damaged_checkpoint_and_lost_log(whole_run, tmp_path):
     with pytest.raises(ValueError, match="is damaged.*delete it"):
         train.train(TINY, tmp_path, console=QUIET)
     cut.write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="ends at step 0, its checkpoint at 20"):
+    with pytest.raises(ValueError, match="ends at step 0, but the checkpoint is at step 20"):
         train.train(TINY, tmp_path, console=QUIET)
 
 

@@ -276,7 +276,7 @@ def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
 
 
 def test_a_policy_whose_reads_are_unknown_has_no_recall(model):
-    with pytest.raises(TypeError, match="the keys that it reads are unknown here"):
+    with pytest.raises(TypeError, match="use a Kascade, Window, Oracle or Dense policy"):
         recall(model, SimilarityRecorder(query_tile=16), [np.zeros(32, np.int32)])
 
 

@@ -1,1 +1,1 @@
-"""Running a loaded model: compilation, sampling, the engine."""
+"""Running a loaded model: compilation, sampling and the engine."""

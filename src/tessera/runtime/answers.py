@@ -25,9 +25,9 @@ class Generation:
         decode_tokens_per_s: decode rate after the first token; nan for fewer than two tokens.
         density: key positions read / key positions visible, each summed over layers, heads, prompt rows and decode
             steps.
-        layer_density: the same share per layer, anchors included; empty before the first token.
+        layer_density: the same quotient for each layer; empty before the first token.
         prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
-        decode_keys: the same for the answer's tokens, of which the last is never fed back.
+        decode_keys: the same for the rows of the answer; its last token has no row, because it is never fed back.
     """
 
     text: str
@@ -43,19 +43,19 @@ class Generation:
     decode_keys: float = 0.0
 
     def usage(self) -> str:
-        """Say in a few words what the answer cost: tokens, decode rate, keys read."""
+        """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read."""
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
         return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {self.density:.0%} of keys read"
 
 
 class Answer:
-    """Answer of one request, which grows token by token; `generation` returns the result.
+    """An answer that grows token by token; `generation` returns the result.
 
     Args:
         prompt_tokens: number of the prompt's tokens.
         limit: maximum number of new tokens.
         eos_ids: end-of-sequence tokens, each of which ends the answer.
-        stop: texts that end the answer, which is cut before them.
+        stop: texts that end the answer; it is cut before the first one that appears.
         tokenizer: None for an answer without text.
     """
 
@@ -78,7 +78,7 @@ class Answer:
 
     @property
     def num_keys(self) -> int:
-        """Keys that the cache must hold for prompt and answer, without the last token, which is never fed back."""
+        """Number of keys to cache for prompt and answer. The last token has no key, because it is never fed back."""
         return self.prompt_tokens + self.limit - 1
 
     @property
@@ -87,7 +87,7 @@ class Answer:
         return self.finish_reason is not None
 
     def push(self, token: int, logprob: float, time_s: float) -> str:
-        """Add one token and return the text that became final: whole characters that cannot start a stop string."""
+        """Add one token; return the text that became final: whole characters that cannot begin a stop string."""
         if not self.tokens:
             self._prefill_keys = float(self._read_L.sum())
         self.tokens.append(token)
@@ -108,14 +108,17 @@ class Answer:
         self._visible_L = visible_L if first else self._visible_L + visible_L
 
     def finish(self, reason: str) -> str:
-        """Complete the answer and return the text still held back."""
+        """Complete the answer and return the text that was still held back."""
         self.finish_reason = reason
         if self._stream is not None:
             self._append(self._stream.finish())
         return self._hand_out(len(self._text))
 
     def generation(self, started_s: float) -> Generation:
-        """Return the answer with its statistics; `started_s` is the request's start, on the clock of `push`."""
+        """Return the answer with its statistics.
+
+        `started_s` is the time when the request started, on the same clock as `time_s` of `push`.
+        """
         count = len(self.tokens)
         spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
         return Generation(
@@ -133,7 +136,7 @@ class Answer:
         )
 
     def _append(self, piece: str) -> bool:
-        """Add text. If that completes a stop string, cut the text before the first one, finish and return True."""
+        """Add text. If it completes a stop string, cut the text before that string, end the answer and return True."""
         searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
         self._text += piece
         found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]

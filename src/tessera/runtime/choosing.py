@@ -25,7 +25,7 @@ NEUTRAL = Sampling()
 
 
 class Pending(NamedTuple):
-    """A step that the device may still be computing. `rows` pairs each request with its row in the arrays."""
+    """A step that the device may still be computing. `rows` has one pair (row in the arrays, request) per request."""
 
     choice: Choice
     reads: Sequence[Reads]
@@ -33,7 +33,10 @@ class Pending(NamedTuple):
 
 
 def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
-    """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
+    """Choose one token per row by its request's sampling, seed and step.
+
+    A row without a request gets an arbitrary token.
+    """
     samplings = tuple(NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets)
     method = reduce(or_, {ticket.request.method for ticket in tickets if ticket is not None}, NEUTRAL.method)
     values = values_of(samplings, scores.shape[1])
@@ -63,10 +66,10 @@ def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[n
 
 
 def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket]]:
-    """Wait for one step and add its tokens to their answers.
+    """Wait for one step and add its tokens to the answers of its requests.
 
     Returns:
-        the new events, and the requests that failed because their scores are not finite.
+        the new events, and the requests that failed because their logits are not finite.
     """
     tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
     ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]

@@ -1,7 +1,7 @@
 """Compilation: shape buckets, and the persistent cache of programs in the user's cache folder.
 
-Sizes are rounded to a geometric series of buckets, so that a model compiles few shapes: prompts are cut into chunks of
-three sizes, and cache sizes grow in steps of 2x, or of 1.5x and 1.33x from 1,024 keys on.
+Sizes are rounded up to a geometric series of buckets, so that JAX compiles programs for few shapes: prompts are cut
+into chunks of three sizes, and cache sizes grow by factors of 2, or of 1.5 and 1.33 in turn from 1,024 keys on.
 """
 
 import gc
@@ -100,7 +100,7 @@ def forget_programs(above: int = 30_000) -> bool:
     """Drop all compiled programs if this process has more memory maps than `above`; return whether they were dropped.
 
     A CPU program takes about 25 maps, a model with unrolled layers hundreds. Linux allows a process 65,530 maps
-    (vm.max_map_count), and XLA crashes at the next one, so long runs of many programs call this between their steps.
+    (vm.max_map_count), and XLA crashes at the next one. Long runs of many programs therefore call this between steps.
     """
     maps = Path("/proc/self/maps")
     if not maps.exists():  # not Linux

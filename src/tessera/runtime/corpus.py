@@ -16,7 +16,8 @@ MAX_WINDOW = 8192
 """Maximum tokens of a window, unless the model's context is shorter."""
 
 MIN_WINDOW = 2 * NUM_KEYS
-"""Minimum tokens of a window. Layers are compared by NUM_KEYS keys, so some query tiles must see more than that."""
+"""Minimum tokens of a window. Calibration compares the NUM_KEYS keys that layers choose per query tile, so some query
+tiles must see more than NUM_KEYS keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +44,25 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all windows."""
+        """Total number of tokens in all windows."""
         return sum(len(window) for window in (*self.windows, *self.held_out))
 
 
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
-    """Cut evenly spread windows, none longer than MAX_WINDOW tokens or the model's context; hold out the last quarter.
+    """Take evenly spread windows from texts and hold out the last quarter of them.
+
+    No window is longer than MAX_WINDOW tokens or the model's context.
 
     Args:
         model: model with `config` and `tokenizer`.
         texts: a file or folder, which counts as one long text (files sorted by name, binary files skipped), or a list
             of separate texts or token lists.
-        max_tokens: number of tokens of all windows together, rounded down to whole windows, but at least two.
+        max_tokens: maximum number of tokens in all windows together. At least two windows are taken, even if they have
+            more tokens.
 
     Raises:
         FileNotFoundError: the file or folder does not exist.
-        ValueError: a text is too short or not valid.
+        ValueError: the texts are empty or too short, a token list is not valid, or the model has no tokenizer for them.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):
@@ -76,8 +80,8 @@ def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[i
         windows = _long_enough([windows[0][:middle], windows[0][middle:]])
     if not windows:
         raise ValueError(
-            f"the longest text has {longest} tokens, too few to calibrate and to judge on: {2 * MIN_WINDOW} are needed "
-            f"in one text, or {MIN_WINDOW} in each of two"
+            f"the longest text has {longest} tokens, too few to calibrate and to evaluate: pass one text of at least "
+            f"{2 * MIN_WINDOW} tokens, or two texts of at least {MIN_WINDOW} each"
         )
     held = max(1, len(windows) // 4)
     return Corpus(windows=tuple(windows[:-held]), held_out=tuple(windows[-held:]), source=source)
@@ -100,7 +104,7 @@ def read_text(path: Path) -> str:
 
 
 def _windows_of_text(model: Any, text: str, longest: int, max_tokens: int) -> list[np.ndarray]:
-    """Cut windows at evenly spaced starts. To save time, only 8 characters of text per token are tokenised."""
+    """Cut windows at evenly spaced starts. To save time, tokenise only 8 characters of text per token of a window."""
     count = max(2, max_tokens // longest)
     span = 8 * longest
     if len(text) <= count * longest:  # too short to choose from
@@ -128,7 +132,7 @@ def _within(row: np.ndarray, config: ModelConfig) -> bool:
 
 
 def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
-    """Drop windows of fewer than MIN_WINDOW tokens; a text's short remainder gives too few predictions to judge by."""
+    """Drop windows of fewer than MIN_WINDOW tokens: the short rest of a text gives too few predictions to evaluate."""
     return [window for window in windows if len(window) >= MIN_WINDOW]
 
 

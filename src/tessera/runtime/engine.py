@@ -6,8 +6,9 @@
         for event in engine.step():
             ...
 
-A request below the cross-over (`Plan.crossover_tokens`) runs dense; all others run under the engine's policy. The
-requests of each policy form a lane (`lane.py`), so a step runs at most two lanes. An engine is not thread-safe.
+A request shorter than the cross-over (`Plan.crossover_tokens`) uses dense attention; every other request uses the
+engine's policy. The requests of each policy form a lane (`lane.py`), so there are at most two lanes. With pages, all
+requests form one lane (`paged_lane.py`). An engine is not thread-safe.
 """
 
 import logging
@@ -35,29 +36,36 @@ from tessera.sparse.contract import Policy
 logger = logging.getLogger(__name__)
 
 LAG = 2
-"""Steps that an accelerator runs ahead of the host, so that the host reads tokens that are already computed."""
+"""Number of steps that an accelerator runs ahead of the host: the host reads finished tokens instead of waiting."""
 
 
 class Engine:
-    """Continues the prompts of many requests together.
+    """Generates the answers of many requests together, step by step.
 
-    After an exception such as Ctrl-C, the caches may be donated and unusable: read partial answers with `cancel`, then
-    drop the engine. An error in a single request does not raise; it becomes a `Failure` event.
+    After an exception, such as the KeyboardInterrupt of Ctrl-C, the caches may have been donated to a program and be
+    unusable: collect partial answers with `cancel`, then discard the engine. `step` does not raise an error that
+    concerns a single request; it returns a `Failure` event.
 
     Args:
         params, config, policy: the model's weights, config and attention policy.
         tokenizer: the model's tokenizer; with None, answers have tokens and no text.
-        slots: rows of each lane; None takes one row per request that waits when the lane opens.
-        num_keys: minimum keys per row to allocate; a longer request grows the cache, which compiles new programs.
-        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None takes those of
-            `chunk_sizes`, usually 1,024, 256 and 64.
-        lag: steps that the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
-            the end of an answer costs as much as any other.
-        cache: dtype of keys and values, "int8" or None for the weights' own.
-        together: whether prompts that fill all rows of a lane are prefilled in one batch. A server switches this off:
-            that halves the programs to compile, and its prompts seldom come together.
-        paging: keep keys in pages: all requests then share one lane, prompts that begin alike share keys, and a row's
-            position alone selects its policy. `num_keys` is then the maximum per request; needs `slots`.
+        slots: number of rows of each lane, which is how many requests it runs at the same time. None gives a lane one
+            row for each request that waits when the lane opens.
+        num_keys: minimum number of keys to allocate per row. The cache grows for a request that needs more, and JAX
+            then compiles new programs.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile. None uses the result of
+            `compilation.chunk_sizes`, usually 1,024, 256 and 64.
+        lag: number of steps that the device runs ahead of the host. None means LAG on accelerators and 0 on a CPU,
+            where a step past the end of an answer takes as much time as any other step.
+        cache: dtype of cached keys and values: "int8", or None for the dtype of the weights.
+        together: whether to prefill prompts in one batch when enough of them wait to fill all rows of a lane. A server
+            switches this off: it then compiles half as many programs, and its prompts seldom arrive together.
+        paging: sizes of a pool that keeps keys in pages, or None for a cache without pages. With pages, all requests
+            share one lane, prompts with a common prefix share keys, and the policy of a token depends only on its
+            position. `num_keys` is then the maximum number of keys per request, and `slots` is required.
+
+    Raises:
+        ValueError: `slots` is below 1, or None although there is `paging`.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class Engine:
         self.together = together
         self.paging = paging
         if paging is not None and slots is None:
-            raise ValueError("slots=None: an engine with pages needs a number of rows")
+            raise ValueError("slots=None: an engine with pages needs a fixed number of rows, such as slots=16")
         self.lanes: dict[Policy, Lane | PagedLane] = {}
         self._waiting: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
@@ -91,29 +99,29 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request still needs tokens."""
+        """Whether any request is unfinished."""
         return any(ticket.open for ticket in self._tickets.values())
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a row."""
+        """Number of requests that are waiting for a row."""
         queues = (self._waiting, *(lane.waiting for lane in self.lanes.values()))
         return sum(ticket.open for queue in queues for ticket in queue)
 
     @property
     def pool_state(self) -> PoolState | None:
-        """How full the pool of pages is; None without pages, or before the first request."""
+        """How full the pool of pages is; None without pages, or before a request or `warm` has opened the pool."""
         lane = self.lanes.get(self.policy)
         return lane.state() if isinstance(lane, PagedLane) else None
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the pool of pages; None without pages, or before the first request."""
+        """The scheduler of the pool of pages; None without pages, or before a request or `warm` has opened the pool."""
         lane = self.lanes.get(self.policy)
         return lane.scheduler if isinstance(lane, PagedLane) else None
 
     def policy_of(self, num_keys: int) -> Policy:
-        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of its last row."""
+        """Return the policy of a request that caches `num_keys` keys; with pages, the policy of the last key."""
         if self.paging is None:
             return self.policy.at_length(num_keys)
         return self.policy.at_position(num_keys - 1, self.paging.unit)
@@ -122,23 +130,25 @@ class Engine:
         """Queue a request and return its id.
 
         Args:
-            request: prompt to continue; it joins at a later step, once a row is free.
-            started_s: start of the request on the clock of time.perf_counter, for its time to first token; None is now.
+            request: the request, which gets a row in the first step in which a row is free for it.
+            started_s: value of time.perf_counter() from which the time to first token is measured; None means now.
 
         Raises:
             ValueError: the prompt is empty or longer than the context, a token of the prompt or of `bias` is outside
-                the vocabulary, the request has `stop` texts and the model has no tokenizer, or it has
-                `prompt_logprobs` and the engine no pages.
+                the vocabulary, the request has `stop` texts but the engine has no tokenizer, the request has
+                `prompt_logprobs` but the engine has no pages, or the request's guide raises ValueError.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
-            raise ValueError("stop needs a tokenizer, and this model has none")
+            raise ValueError(f"stop={request.stop} needs a tokenizer, and this model has none: leave stop empty")
         if request.prompt_logprobs is not None and self.paging is None:
-            raise ValueError(f"prompt_logprobs={request.prompt_logprobs} needs an engine with pages: pass paging")
+            raise ValueError(
+                f"prompt_logprobs={request.prompt_logprobs} needs an engine with pages: pass `paging` to the engine"
+            )
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
         wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
         if wrong:
-            raise ValueError(f"bias names token {wrong[0]}, outside the vocabulary of {self.config.vocab_size}")
+            raise ValueError(f"bias has token {wrong[0]}, but token ids are from 0 to {self.config.vocab_size - 1}")
         limit = min(request.max_new_tokens, room)
         answer = Answer(len(request.prompt), limit, self.config.eos_ids, request.stop, self.tokenizer)
         started_s = time.perf_counter() if started_s is None else started_s
@@ -151,8 +161,9 @@ class Engine:
         return ticket.id
 
     def step(self) -> list[Event]:
-        """Run each lane once (one decoded token per row, one chunk of a joining prompt); return the new events.
+        """Run each lane once and return the new events.
 
+        A lane decodes one token of every request that is answering, and prefills part of the prompts that are joining.
         Every request ends with one End or Failure event, unless it is cancelled.
         """
         interrupt.check()
@@ -167,10 +178,10 @@ class Engine:
     def cancel(self, id: int) -> Generation:
         """Drop a request and return its partial answer, whose finish_reason is "interrupted".
 
-        The answer is whole if the request ended in the last step.
+        If the request ended in the last step, return its complete answer with the finish_reason of that end.
 
         Raises:
-            KeyError: there is no such request, or it ended before the last step.
+            KeyError: no request has this id, or the request ended before the last step.
         """
         ticket = self._tickets.pop(id)
         ticket.dropped = True
@@ -179,15 +190,15 @@ class Engine:
     def drain(
         self, stream: Callable[[int, str], Any] | None = None, progress: Callable[[int, int], Any] | None = None
     ) -> Iterator[End]:
-        """Step until no request is open; yield the End event of each.
+        """Step until every request has ended; yield the End event of each.
 
         Args:
-            stream: called with (id, text piece) as soon as text is final.
-            progress: called after each step, until all prompts are computed, with totals over the open requests:
-                (prompt tokens computed, prompt tokens to compute).
+            stream: called with (request id, piece of text) as soon as the piece is final.
+            progress: called after each step until all prompts are prefilled, with (prompt tokens prefilled so far,
+                prompt tokens to prefill in total), both summed over the requests that were open at the start.
 
         Raises:
-            ValueError, MemoryError: the error of the first request that fails; the other requests stay open.
+            ValueError, MemoryError: the error of the first request that fails. The other requests stay open.
         """
         tickets = [ticket for ticket in self._tickets.values() if ticket.open]
         done, total = 0, 1
@@ -206,47 +217,58 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill a prefix, cut to whole chunks, under the engine's policy.
+        """Prefill a prefix, cut to whole chunks, under the engine's policy, and keep its keys in a row.
 
-        A request that has the result in its field `held` starts after the prefix. The row that holds the prefix counts
-        as free: a request with another prefix may take it, and `held` then saves nothing.
+        Set `Request.held` to the result: the prefill of that request then starts after the prefix. The row still counts
+        as free. If a request with another prefix takes the row, the keys are lost, and later requests with this `held`
+        prefill the prefix again.
+
+        Raises:
+            ValueError: the engine has pages, no row is free, or the prefix is empty, too long or has a wrong token.
+            MemoryError: the prefix does not fit in memory.
         """
         check_tokens(tokens, self.config, "the prefix")
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
     def pin(self, tokens: Sequence[int], tenant: str = "") -> int:
-        """Compute a prefix, and keep its whole units (`Paging.unit`) for as long as the engine lives.
+        """Prefill a prefix and keep its keys in the pool for as long as the engine lives.
 
-        Return the number of positions that are kept.
+        The prefix is cut to a multiple of `Paging.unit` tokens. Return the number of tokens whose keys are kept.
 
         Raises:
-            ValueError: the engine has no pages, or the prefix is empty or too long.
+            ValueError: the engine has no pages, or the prefix is empty, too long or has a wrong token.
             MemoryError: the pool is too small.
         """
         if self.paging is None:
-            raise ValueError("paging=None: only an engine with pages can pin a prefix")
+            raise ValueError("paging=None: only an engine with pages can pin a prefix; without pages, use hold")
         self.submit(Request(prompt=tokens, max_new_tokens=1, tenant=tenant))
         for _ in self.drain():
             pass
         return self.lanes[self.policy].pin(tokens, tenant)
 
     def close(self) -> None:
-        """Write the prefix cache to disk, if the engine has a folder for it."""
+        """Write the prefix cache to disk, if the engine has a folder for it (`Paging.spill`)."""
         for lane in self.lanes.values():
             if isinstance(lane, PagedLane):
                 lane.close()
 
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
-        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; count the programs.
+        """Compile every program that requests of up to `num_keys` keys use; return the number of programs.
+
+        Each program runs once, on empty rows.
 
         Args:
-            samplings: sampling parameters of later requests, in any mixture; only their optional steps matter.
-            joins: also run the programs of requests that join while others decode.
-            extras: also run those of requests with `bias`, `guide` or `top_logprobs`.
+            samplings: sampling parameters that later requests will have. Programs are compiled for all mixtures of
+                them in one batch, but values that need the same optional steps (`Sampling.method`) share a program.
+            joins: also compile the programs for requests that join while others decode.
+            extras: also compile the programs for requests with `bias`, `guide` or `top_logprobs`.
+
+        Raises:
+            ValueError: a request is unfinished.
         """
         if self.busy:
-            raise ValueError("requests are open: warm the engine before submitting any")
+            raise ValueError("some requests are unfinished: call warm before submit, or after all requests have ended")
         found: set[Method] = set()  # of every mixture
         for sampling in samplings:
             found |= {sampling.method} | {method | sampling.method for method in found}
@@ -259,7 +281,7 @@ class Engine:
         return programs
 
     def _admit(self) -> list[Event]:
-        """Hand new requests to the lanes of their policies, opening lanes as needed; return Failure events."""
+        """Hand new requests to the lanes of their policies and open missing lanes; return Failure events."""
         groups: dict[Policy, list[Ticket]] = {}
         for ticket in self._waiting:
             if ticket.open:  # each request's length alone selects its policy
@@ -275,11 +297,14 @@ class Engine:
         return failures
 
     def _policy_of(self, num_keys: int) -> Policy:
-        """Return the policy whose lane takes a request."""
+        """Return the policy whose lane takes a request of `num_keys` keys."""
         return self.policy if self.paging is not None else self.policy.at_length(num_keys)
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
-        """Open a lane for as many requests as fit in memory; drop the longest first and return their Failure events."""
+        """Open a lane for as many of the requests as fit in memory.
+
+        Fail the longest request until the rest fits; return the Failure events.
+        """
         failures, left = [], sorted(tickets, key=lambda ticket: ticket.answer.num_keys)
         while left:
             longest = left[-1].answer.num_keys
@@ -291,7 +316,9 @@ class Engine:
                 continue
             if policy != self.policy:
                 names = policy.name, self.policy.name
-                logger.info("%d tokens are below the cross-over: attention is %s, not %s", longest, *names)
+                logger.info(
+                    "requests of up to %d tokens are below the cross-over: attention is %s, not %s", longest, *names
+                )
             break
         return failures
 

@@ -2,9 +2,9 @@
 
 A request joins with a prefill, which runs chunk by chunk while other rows decode. If all rows join at once, one prefill
 of the whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, and the copy then
-replaces the row: a prefill in place would compute and write every row. A free row keeps the keys that prefill wrote,
-so a later prompt with the same prefix starts after them. Keys that decode wrote are never reused, because under a
-sparse policy they differ from those of a prefill (see `chat`).
+replaces the row: a prefill in place would compute and write every row. A free row keeps the keys that prefill wrote;
+the prefill of a later prompt with the same prefix starts after them. Keys that decode wrote are never reused, because
+under a sparse policy they differ from the keys that prefill would write.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ class Lane:
 
     Args:
         session: the lane's cache, empty at first.
-        lag: steps that the device runs ahead of the host.
-        together: whether prompts that fill all rows are prefilled in one batch.
+        lag: number of steps that the device runs ahead of the host.
+        together: whether to prefill prompts in one batch when enough of them wait to fill all rows.
     """
 
     def __init__(self, session: Session, lag: int, together: bool = True):
@@ -98,9 +98,9 @@ class Lane:
         return Held(len(kept), reads)
 
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
-        """Run every program of an empty lane once; return their number.
+        """Run every program of the empty lane once; return the number of programs.
 
-        With `joins`, include the programs of requests that join while others decode.
+        With `joins`, include the programs for requests that join while others decode.
         """
         self._kept = [()] * self.session.batch
         methods, vocab_size, mesh = tuple(methods), self.session.config.vocab_size, self.session.mesh
@@ -115,7 +115,7 @@ class Lane:
         return count + 2 + self._last.warm(methods)
 
     def _release(self) -> None:
-        """Free the rows of requests that ended, except those of a prefill that still writes them."""
+        """Free the rows of requests that have ended, except rows that a running prefill still writes."""
         if self._joining is not None and not any(ticket.open for ticket in self._joining.tickets):
             self._joining = None
         joining = () if self._joining is None else self._joining.tickets
@@ -161,9 +161,10 @@ class Lane:
         self._note(choice, run.reads, list(enumerate(tickets)))
 
     def _start(self) -> Joining | None:
-        """Move one request from the queue to a free row, or a whole batch to all rows.
+        """Start the prefill of one waiting request in a free row, or of a whole batch in all rows.
 
-        It is a whole batch if `together` is set, all rows are free and enough requests wait.
+        A whole batch starts if `together` is set, all rows are free and enough requests wait. Return None if no request
+        waits, no row is free or a request fails for lack of memory.
         """
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
@@ -194,7 +195,8 @@ class Lane:
     def _make_room(self, num_keys: int, num_tokens: int, *, part: bool = False) -> None:
         """Grow the cache to `num_keys` keys if it is smaller; raise MemoryError if the grown cache does not fit.
 
-        With `part`, a cache that need not grow must leave room for a copy of one row."""
+        With `part`, also raise it if a cache that need not grow leaves no room for a copy of one row.
+        """
         session = self.session
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:
@@ -212,7 +214,7 @@ class Lane:
     def _reusable(self, row: int, ticket: Ticket) -> int:
         """Return how many tokens at the start of the prompt need no prefill in this row.
 
-        These tokens fill whole chunks. The prompt's last token is never one of them.
+        The number is a multiple of the smallest chunk, and never includes the prompt's last token.
         """
         prompt, kept = ticket.request.prompt, self._kept[row]
         limit = min(len(kept), len(prompt) - 1)

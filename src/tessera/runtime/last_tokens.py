@@ -1,4 +1,4 @@
-"""The last token of every row of a lane, and the tokens that each row has seen, on the device."""
+"""The last token of every row of a lane, and masks of the tokens in the rows' prompts and answers, on the device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,7 +22,7 @@ class LastTokens:
 
     Attributes:
         token: last token of every row.
-        seen: whether a row's prompt or answer holds a token; None until a request with a penalty needs it.
+        seen: mask [rows,V] of the tokens in each row's prompt and answer; None until a request with a penalty needs it.
     """
 
     def __init__(self, rows: int, vocab_size: int, mesh: Mesh | None):
@@ -43,7 +43,10 @@ class LastTokens:
             self.seen = set_row(self.seen, seen, np.int32(row))
 
     def take(self, rows: Int32[np.ndarray, "B"], *, seen: bool) -> tuple[Int32[Array, "B"], Bool[Array, "B V"] | None]:
-        """Return some rows, with the tokens that they have seen if `seen`; an index past the last row is padding."""
+        """Return the last tokens of `rows`, and the rows' masks of seen tokens, which are None if `seen` is false.
+
+        An index past the last row is padding.
+        """
         return take_rows(self.token, rows), take_rows(self.seen, rows) if seen else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
@@ -53,7 +56,7 @@ class LastTokens:
             self.seen = set_rows(self.seen, choice.seen, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once, those of `take` and `update` for each size in `batches`; return their number."""
+        """Run every program once; return the number of programs. `take` and `update` run for each size in `batches`."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):
@@ -75,7 +78,7 @@ def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
 
 @program()
 def take_rows(array: Array, rows: Int32[Array, "B"]) -> Array:
-    """Return rows of an array; an index past the last row reads the last."""
+    """Return rows of an array; an index past the last row returns the last row."""
     return keep(array.at[rows].get(mode="clip"))
 
 

@@ -7,11 +7,12 @@
     flops of n decoded tokens      = 2 (P + V D) n + 4 H G keys
     cache bytes of decode          = keys * bytes of one position's key and value in one KV head
 
-P counts the elements of the layers' matrices, V D those of the output head, which a prefill applies to one row only.
-`keys` are the positions really read, summed over layers, KV heads and rows; a group of G query heads shares each read.
-H is the head dim.
-Work that the formulas leave out (padding, masked keys, recomputation, tile selection) lowers the shares. Peaks are
-those of the data sheet, for all devices of the mesh; a CPU has none, and `generate --stats` measures its rates.
+P is the number of elements in the layers' matrices. V D is the number of elements in the output head, which a prefill
+applies to one row only. `keys` is the number of key positions read, summed over layers, KV heads and rows; a group of G
+query heads shares each read. H is the head dim.
+Work that the formulas leave out (padding, masked keys, recomputation, tile selection) lowers the shares. The peaks come
+from the device's data sheet and are summed over the devices of the mesh. CPUs have no data sheet here; for them,
+`generate --stats` measures the rates.
 """
 
 import math
@@ -30,7 +31,7 @@ from tessera.runtime.answers import Generation
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Rates of the devices that run a model: flops per second, bytes per second, and where they come from."""
+    """Peak rates of the devices that run a model, and the source of these numbers."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -39,7 +40,10 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Shares of the peak rates; None where the peak or the time is unknown. A prefill's time includes compiling."""
+    """Shares of the peak rates that an answer used; None where the peak or the time is unknown.
+
+    The time of a prefill includes compilation.
+    """
 
     prefill_mfu: float | None = None
     decode_mfu: float | None = None
@@ -56,7 +60,7 @@ class Use:
 
 
 def nominal_peaks(params: Params) -> Peaks | None:
-    """Return the data sheet's rates, summed over the devices that share these weights; None without a data sheet."""
+    """Return data-sheet rates, summed over the devices that share these weights; None if there is no data sheet."""
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     mesh, found = mesh_of(params), hardware.chip(device.device_kind)
     if found is None:
@@ -78,18 +82,18 @@ def matrix_elements(config: ModelConfig) -> int:
 def attention_flops(config: ModelConfig, keys: float) -> float:
     """Return the flops of attention over `keys` positions, counted per KV head.
 
-    Each position takes 4 H flops in each query head of the group: 2 H for q.k, 2 H for p v.
+    Each position takes 4 H flops in each of the query heads that share it: 2 H for q.k, 2 H for p v.
     """
     return 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads) * keys
 
 
 def prefill_flops(config: ModelConfig, tokens: int, keys: float) -> float:
-    """Return the flops of a prefill that read `keys` positions, with the logits of its last token."""
+    """Return the flops of a prefill that read `keys` positions, including the logits of its last token."""
     return 2.0 * matrix_elements(config) * tokens + _logits_flops(config) + attention_flops(config, keys)
 
 
 def decode_flops(config: ModelConfig, tokens: int, keys: float) -> float:
-    """Return the flops of `tokens` decoded tokens that read `keys` positions in all."""
+    """Return the flops of `tokens` decoded tokens that together read `keys` positions."""
     return (2.0 * matrix_elements(config) + _logits_flops(config)) * tokens + attention_flops(config, keys)
 
 
@@ -99,12 +103,12 @@ def decode_bytes(
     """Return the bytes that `tokens` decoded tokens read: all weights per token, and `keys` positions of the cache.
 
     Args:
-        config: the model.
-        tokens: decoded tokens.
-        keys: positions read, summed over layers, KV heads and tokens.
-        weights: bytes that one step reads (`weight_bytes`).
+        config: the model's config.
+        tokens: number of decoded tokens.
+        keys: number of positions read, summed over layers, KV heads and tokens.
+        weights: bytes of weights that one step reads (`weight_bytes`).
         itemsize: bytes of one element of the cache.
-        scaled: the cache is int8, with a bfloat16 scale per key and per value.
+        scaled: whether the cache is int8, with a bfloat16 scale per key and per value.
     """
     return weights * tokens + keys * 2.0 * (config.head_dim * itemsize + (2 if scaled else 0))
 
@@ -112,18 +116,20 @@ def decode_bytes(
 def weight_bytes(params: Params) -> int:
     """Return the bytes of the weights that a decode step reads.
 
-    An untied embedding does not count, because a step reads one row of it.
+    An untied embedding does not count, because a step reads only one row of it per sequence.
     """
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))
 
 
 def use(answer: Generation, config: ModelConfig, params: Params, cache: str | None, peaks: Peaks | None) -> Use:
-    """Compute the shares of the peak rates that one answer used. Answers that run together each count all weights.
+    """Compute the shares of the peak rates that one answer used.
+
+    If several answers are decoded together, each of them is charged for reading all weights.
 
     Args:
-        answer: the answer; its prompt was computed whole, not taken from a cache.
-        config, params: of the model.
+        answer: the answer to a prompt of which no keys were reused from a cache.
+        config, params: the model's config and weights.
         cache: "int8", or None for the weights' dtype.
         peaks: rates to divide by; None if they are unknown.
     """

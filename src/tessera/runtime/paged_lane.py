@@ -1,12 +1,13 @@
-"""A lane whose requests share one pool of pages: prompts that begin alike share keys; a full pool swaps requests out.
+"""Run the requests of an engine in one pool of pages. Prompts with a common prefix share the pages of that prefix.
 
-The scheduler decides which request gets a row, is prefilled next, or gives way (waits again). This file ensures:
+The scheduler decides which request gets a row, which prompt is prefilled next and which request gives way: when rows or
+pages run out, a request may have to give up its row and pages, and wait again. This module ensures two things:
 
-- Only pages of whole units that a prefill wrote enter the prefix cache. Keys of a partial unit depend on the tokens
-  that share its query tile. Decode writes other keys under a sparse policy, so an answer that comes back in a later
-  prompt is prefilled.
-- A request that gives way keeps what only it has: the pages after its last shared page are copied to the host. Its
-  shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
+- The prefix cache contains only pages that a prefill wrote, and only whole units (`Paging.unit` positions). The keys of
+  a partial unit are not shared, because they depend on the tokens that are in the same query tile. Under a sparse
+  policy, decode and prefill write different keys. An answer that is part of a later prompt is therefore prefilled.
+- A request that gives way after its first token loses nothing: the pages after its last shared page are copied to the
+  host. Its shared pages stay in the prefix cache; if they are evicted, a prefill writes the same keys again.
 """
 
 import time
@@ -31,27 +32,31 @@ from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy
 
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
-"""Seconds of a step before any is measured; `warm` measures them."""
+"""Predicted costs of a step, until `warm` measures them."""
 STEP_S = 0.1
-"""Maximum seconds of a step in which rows decode, until `warm` has measured such steps."""
+"""Maximum predicted seconds of a step in which rows decode, until `warm` derives it from measured costs."""
 STRETCH = 2.0
-"""How much longer a decode step of all rows may take because a prompt is prefilled in the same step."""
+"""Maximum predicted seconds of a step in which rows decode, as a multiple of the seconds of a pure decode step.
+
+The pure decode step is one of all rows, each with keys for half the context."""
 BURSTS = 8
-"""Bursts in the longest request: with fewer, usual requests pass by the dozen before the next tenant's turn."""
-NO_ROOM = "the request alone needs more pages than the pool has besides the pinned ones"
+"""Number of bursts (`Scheduler.burst`) in the longest possible request.
+
+With fewer, one tenant could run dozens of usual requests before the next tenant's turn."""
+NO_ROOM = "the pool, without its pinned pages, is too small"
 
 
 class PagedLane:
-    """All requests of an engine, in one pool.
+    """All requests of an engine, with their keys in one pool of pages.
 
     Args:
-        pool: the pool, empty.
-        slots: maximum number of requests that run.
-        lag: steps that the device runs ahead of the host.
+        pool: the pool, empty at first.
+        slots: number of rows: how many requests can run at the same time.
+        lag: number of steps that the device runs ahead of the host.
 
     Attributes:
-        prefix: prefix cache, which knows the pages of each prompt.
-        preempted: requests that gave way so far.
+        prefix: the prefix cache, which finds the pages of prompts by hash.
+        preempted: number of times that a request has given way so far.
     """
 
     def __init__(self, pool: Pool, *, slots: int, lag: int):
@@ -76,13 +81,13 @@ class PagedLane:
         return any(row.ticket.open for row in self._running) or any(ticket.open for ticket in self.waiting)
 
     def state(self) -> PoolState:
-        """Free the pages of requests that ended, and return how full the pool is."""
+        """Free the pages of requests that have ended, and return how full the pool is."""
         self._release()
         count = self.prefix.pages.size - 1
         return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 
     def advance(self) -> None:
-        """Dispatch one decode step for the rows that are answering, and a few prompt rows as the scheduler says."""
+        """Dispatch one decode step of the rows that are answering, and as much prefill as the scheduler allows."""
         self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
         self._admit()
@@ -104,20 +109,26 @@ class PagedLane:
 
     def hold(self, tokens: Sequence[int]) -> Held:
         """Raise ValueError: the prefix cache keeps every prompt's keys, so there is nothing to hold."""
-        raise ValueError("an engine with pages keeps every prefix by itself: submit requests without `held`")
+        raise ValueError("an engine with pages caches every prefix: do not call hold; submit requests without `held`")
 
     def pin(self, tokens: Sequence[int], tenant: str) -> int:
-        """Keep the pages of the whole units of a prompt just computed; return the number of their positions."""
+        """Pin the pages of a prompt that has just been computed, cut to whole units (`Paging.unit`).
+
+        Return the number of pinned positions.
+        """
         hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.paging.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.pool.paging.page
 
     def close(self) -> None:
-        """Write the prefix cache to disk, if it has a folder."""
+        """Write the prefix cache to disk, if it has a folder (`Paging.spill`)."""
         self.prefix.close()
 
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
-        """Run every program of an empty lane once; return their number."""
+        """Run every program of the empty lane once, and measure the scheduler's costs; return the number of programs.
+
+        `joins` is ignored: requests that join need no other programs.
+        """
         methods, count = tuple(methods), self.pool.warm()
         self._measure()
         batches = tuple(dict.fromkeys((1, *self.pool.paging.batches)))
@@ -125,7 +136,7 @@ class PagedLane:
         return count + self._last.warm(methods, self.pool.paging.batches)
 
     def _measure(self) -> None:
-        """Time every program with few and with many keys, and fit the scheduler's costs to the times."""
+        """Time every program with few and with many keys; fit the scheduler's costs to the times and set its step_s."""
         samples = [
             (prefill, decode, min(self.pool.time(prefill, decode) for _ in range(2)))
             for prefill, decode in self.pool.examples()
@@ -139,7 +150,7 @@ class PagedLane:
         return [row for row in self.slots if row is not None]
 
     def _release(self) -> None:
-        """Free rows and pages of requests that ended."""
+        """Free the rows and pages of requests that have ended."""
         for index, row in enumerate(self.slots):
             if row is not None and not row.ticket.open:
                 self.slots[index] = None
@@ -147,7 +158,10 @@ class PagedLane:
             self.prefix.pages.release(self._rows.pop(id).pages)
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, in the scheduler's order, as far as their prompts fit into the pool."""
+        """Give rows to waiting requests in the scheduler's order, as long as the pool has pages for them.
+
+        Running requests may have to give way.
+        """
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
         if not self.waiting:
             return
@@ -172,13 +186,13 @@ class PagedLane:
             self._enter(row, self.slots.index(None), matched)
 
     def _displaced(self, work: Work) -> Row | None:
-        """Return the running request that gives way to a waiting one, if one does."""
+        """Return the running request that gives way to a waiting one; None if the waiting one must go on waiting."""
         running = {row.work.id: row for row in self._running}
         victim = self.scheduler.displaced(work, [row.work for row in running.values()])
         return None if victim is None else running[victim.id]
 
     def _row(self, ticket: Ticket) -> Row:
-        """Return the record of a waiting request."""
+        """Return the lane's record of a waiting request; make it when the request is new."""
         if ticket.id not in self._rows:
             request, tokens = ticket.request, ticket.answer.prompt_tokens
             slack_s = self._usual_s(tokens) if request.deadline_s is None else request.deadline_s
@@ -196,12 +210,12 @@ class PagedLane:
         return self._rows[ticket.id]
 
     def _usual_s(self, num_tokens: int) -> float:
-        """Return the seconds until the first token is due: twice what the prompt takes alone, and one second."""
+        """Return the seconds until the first token is due: twice the predicted prefill time, plus one second."""
         unit = self.pool.paging.unit
         return 1 + 2 * self.scheduler.costs.step_s([(start, unit) for start in range(0, num_tokens, unit)], [])
 
     def _fits(self, row: Row) -> bool:
-        """Return whether the whole pool could hold a request; if not, fail the request."""
+        """Return whether an empty pool could hold a request; if not, fail the request."""
         page, size = self.pool.paging.page, self.prefix.pages.size - 1
         need = ceil_div(row.ticket.answer.num_keys, page)
         if need <= size and need <= self.pool.width:
@@ -209,7 +223,7 @@ class PagedLane:
         room = min(size, self.pool.width) * page
         error = f"prompt and answer need {row.ticket.answer.num_keys} keys, but a request may have {room}"
         self.waiting.remove(row.ticket)
-        self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten the prompt, or allow more pages")))
+        self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten one of them, or allow more pages")))
         return False
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:
@@ -223,7 +237,7 @@ class PagedLane:
             self._return(row)
 
     def _decode(self) -> None:
-        """Dispatch one step of every row that is answering: a program per policy and batch of rows."""
+        """Dispatch one decode step of every row that is answering, with one program call per policy and batch."""
         rows = [row for row in self._running if not row.prefilling and 0 < row.ticket.chosen < row.ticket.answer.limit]
         for row in rows:
             if self._runs(row):
@@ -256,7 +270,7 @@ class PagedLane:
             self.scheduler.served(row.work, 1)
 
     def _prefill(self) -> None:
-        """Run as many prompt rows as the scheduler allows in this step."""
+        """Prefill as many prompt tokens as the scheduler allows in this step."""
         waiting = {row.work.id: row for row in self._running if row.ticket.open and row.prefilling}
         decoding = [row.work for row in self._running if row.ticket.open and not row.prefilling]
         works = [row.work for row in waiting.values()]
@@ -266,7 +280,10 @@ class PagedLane:
                 self._run(row, segments * self.pool.paging.unit)
 
     def _run(self, row: Row, room: int) -> None:
-        """Prefill up to `room` positions of one request. At its goal, choose its first token, or resume its answer."""
+        """Prefill up to `room` positions of one request, at most up to its `goal`.
+
+        When the goal is reached, choose the first token, or resume the answer if the request gave way during it.
+        """
         page, prompt = self.pool.paging.page, row.ticket.request.prompt
         while room > 0 and row.prefilling:
             self._skip(row)
@@ -295,7 +312,7 @@ class PagedLane:
                 self._return(row)
 
     def _skip(self, row: Row) -> None:
-        """Take over pages of the prompt that another request has computed meanwhile."""
+        """Take over the next pages of the prompt if another request has computed them in the meantime."""
         page, unit, start = self.pool.paging.page, self.pool.paging.unit, row.work.position
         wanted = row.matchable(page, unit)[len(row.pages) :]
         if row.saved is not None or start != len(row.pages) * page or not wanted or wanted[0] not in self.prefix:
@@ -307,14 +324,14 @@ class PagedLane:
             row.take_over(found[:usable], start + usable * page)
 
     def _publish(self, row: Row, index: int) -> None:
-        """Offer a page of a whole unit of the prompt to later requests."""
+        """Offer page `index` of the prompt, which is part of a whole unit, to later requests."""
         parent = row.hashes[index - 1] if index else None
         row.pages[index] = self.prefix.publish(row.hashes[index], parent, row.pages[index])
         if row.shared == index and not self.prefix.pages.writable(row.pages[index]):
             row.shared += 1
 
     def _begin(self, row: Row, last: jax.Array) -> None:
-        """Choose the first token of an answer."""
+        """Choose the first token of an answer from `last`, the hidden state [1,D] of the prompt's last token."""
         ticket, vocab_size, mesh = row.ticket, self.pool.config.vocab_size, self.pool.mesh
         seen = None
         if ticket.request.sampling.method.penalised:
@@ -325,7 +342,10 @@ class PagedLane:
         row.reads = {}
 
     def _grow(self, row: Row, num_keys: int) -> bool:
-        """Give a request the pages for `num_keys` keys; return False if it gave way itself or failed."""
+        """Allocate the pages that a request still needs for `num_keys` keys; other requests may have to give way.
+
+        Return False if the request itself had to give way, or failed.
+        """
         while row.ticket.open and (count := ceil_div(num_keys, self.pool.paging.page) - len(row.pages)) > 0:
             try:
                 row.pages += self.prefix.allocate(count)
@@ -333,7 +353,9 @@ class PagedLane:
                 rows = {row.work.id: row for row in self._running if row.ticket.open}
                 victim = rows[self.scheduler.victim([row.work for row in rows.values()]).id]
                 if len(self._running) == 1:
-                    self._events.append(fail(row.ticket, MemoryError(f"{NO_ROOM}: allow more pages, or pin fewer")))
+                    self._events.append(
+                        fail(row.ticket, MemoryError(f"{NO_ROOM} for {num_keys} keys: allow more pages, or pin fewer"))
+                    )
                     return False
                 self._give_way(victim)
                 if victim is row:
@@ -341,7 +363,10 @@ class PagedLane:
         return True
 
     def _give_way(self, row: Row) -> None:
-        """Take a request's row and pages; it waits again."""
+        """Take the row and the pages away from a request, which then waits again.
+
+        If the request has begun to answer, copy its unshared pages to the host.
+        """
         self._drain(len(self._pending))
         if row.ticket.open:
             self.preempted += 1
@@ -354,7 +379,7 @@ class PagedLane:
         row.leave()
 
     def _return(self, row: Row) -> None:
-        """Continue the answer of a request that had given way."""
+        """Resume the answer of a request that gave way: copy its saved pages back to the device."""
         ticket, tokens = row.ticket, row.ticket.answer.tokens
         if not self._grow(row, (row.shared + len(row.saved)) * self.pool.paging.page):
             return

@@ -1,4 +1,4 @@
-"""One request of a lane on pages: which pages it has, and how far it is."""
+"""The record of one request in a lane with pages: which pages it has, and how much of it is computed."""
 
 from dataclasses import dataclass, field
 
@@ -19,10 +19,12 @@ class Row:
         hashes: hashes of the prompt's full pages.
         pages: pages that hold the request's keys, in order of position; none while it waits.
         shared: number of leading pages that are in the prefix cache; this request writes only later pages.
-        goal: positions to prefill: the prompt, or only the shared pages if the request gave way during its answer.
-        saved: host copies of the pages after the shared ones, until an answer that gave way resumes; else None.
-        reads: key counts of the prompt's prefill chunks so far, by a chunk's first position.
-        computed: first and last positions, the last excluded, that the request itself had computed when it gave way.
+        goal: number of positions to prefill: the whole prompt, or only the shared pages if the request gave way (to
+            another request) during its answer.
+        saved: host copies of the pages after the shared ones, if the request gave way during its answer and waits to
+            resume it; else None.
+        reads: key counts of the prompt's prefill chunks so far, by the chunk's first position.
+        computed: (start, end) of the positions that the request itself had computed when it last gave way.
     """
 
     ticket: Ticket
@@ -50,7 +52,11 @@ class Row:
         return ceil_div(self.num_keys, page) + 1
 
     def matchable(self, page: int, unit: int) -> list[bytes]:
-        """Return the hashes of the pages to seek in the prefix cache: whole units, without the prompt's last token."""
+        """Return the hashes of the pages to look up in the prefix cache.
+
+        These are the pages of whole units before the prompt's last token, or the shared pages of an answer that gave
+        way. A request with `prompt_logprobs` looks up none.
+        """
         if self.saved is not None:
             return self.hashes[: self.shared]
         if self.ticket.request.prompt_logprobs is not None:
@@ -58,11 +64,11 @@ class Row:
         return self.hashes[: (self.ticket.answer.prompt_tokens - 1) // unit * unit // page]
 
     def move(self, position: int) -> None:
-        """Note that the keys of all positions before `position` are in the pages."""
+        """Record that the pages hold the keys of all positions before `position`."""
         self.work.position = self.ticket.position = position
 
     def enter(self, pages: list[int], position: int) -> None:
-        """Start with cached pages, which hold all positions before `position`."""
+        """Start with cached pages that hold the keys of all positions before `position`."""
         self.pages = pages
         self.move(position)
         if self.saved is None:
@@ -73,13 +79,13 @@ class Row:
             self.ticket.scored.clear()  # all rows are computed again, perhaps in other prefills
 
     def take_over(self, pages: list[int], position: int) -> None:
-        """Add cached pages that another request has computed, up to a later position."""
+        """Add cached pages that another request has computed; they hold the keys up to `position`."""
         self.ticket.reused += position - self.work.position
         self.pages = [*self.pages, *pages]
         self.shared = len(self.pages)
         self.move(position)
 
     def leave(self) -> None:
-        """Give up all pages: the request waits again."""
+        """Record that the request has lost all pages and waits again."""
         self.computed = self.ticket.reused, self.work.position
         self.pages, self.work.position = [], 0

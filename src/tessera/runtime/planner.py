@@ -22,11 +22,11 @@ from tessera.runtime.roofline import HEAD_DIM, Question, Speed, layer_parameters
 from tessera.runtime.spread import Sharing
 
 WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "int4-g128", "int4")
-"""Types of matrices in the order of preference, those that lose least first; "gguf" is for a GGUF file."""
+"""Weight types in order of preference, the most accurate first; "gguf" keeps the types of a GGUF file."""
 CACHES = ("bfloat16", "int8")
 
 SLACK = 0.01
-"""Margin, as a share of the planned bytes. No step of docs/runtime.md took more than planned."""
+"""Safety margin, as a fraction of the planned bytes. No step measured in docs/runtime.md took more than planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Answer:
     Attributes:
         pairs: every pair of weight and cache types, in order of preference.
         first: index of the first pair that fits; None if none does.
-        sharing: sizes that decide how devices share a prefill chunk; None if they split no heads.
+        sharing: sizes that decide how devices share a prefill chunk; None if the heads are not split over devices.
     """
 
     question: Question
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def choice(self) -> Pair | None:
-        """The first choice: the first pair that fits."""
+        """First pair that fits; None if none does."""
         return None if self.first is None else self.pairs[self.first]
 
     def json(self) -> dict[str, Any]:
@@ -100,12 +100,13 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
     """Predict memory and times for every pair of weight and cache types.
 
     Args:
-        question: what is planned.
-        weights: names of WEIGHTS to compare; all that the model can take if empty.
-        source: the model's folder or GGUF file, whose header says what weights="gguf" keeps; None if there is none.
+        question: the model, the devices and the requests.
+        weights: names from WEIGHTS to compare; if empty, all of them, but "gguf" only for a GGUF file.
+        source: the model's folder or GGUF file, or None. The header of a GGUF file says which types weights="gguf"
+            keeps.
 
     Raises:
-        ValueError: a name is unknown, or "gguf" is asked of a model that is not a GGUF file.
+        ValueError: a name is unknown, or `weights` has "gguf" but `source` is not a GGUF file.
     """
     if unknown := [name for name in weights if name not in WEIGHTS]:
         raise ValueError(f"weights={unknown[0]!r} must be one of {', '.join(WEIGHTS)}")
@@ -133,7 +134,10 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
-    """Return the larger footprint of a prefill chunk and a decode step; `changes` replace fields of `question`."""
+    """Return the larger of two footprints, that of a prefill chunk and that of a decode step.
+
+    `changes` replace fields of `question`.
+    """
     q = replace(question, **changes)
     keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
     loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
@@ -178,7 +182,10 @@ def _why_not(found: Footprint, usable: float) -> str:
 
 
 def _most(good: Callable[[int], bool]) -> int:
-    """Return the largest size up to MAX_SIZE for which `good` holds, or 0. All sizes up to the result must be good."""
+    """Return the largest size up to MAX_SIZE for which `good` is true, or 0 if there is none.
+
+    If `good` is true for a size, it must be true for all smaller sizes.
+    """
     low, high = 0, MAX_SIZE
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,11 @@
-"""The pool that holds the keys and values of many sequences in pages, with the programs that fill and read it.
+"""The pool that holds the keys and values of many sequences in pages, and the programs that fill and read it.
 
-Two kinds of programs run: a prefill of one sequence's next rows, and a decode step of a few sequences. Both take the
-sequences' pages as an argument, so neither depends on where a sequence's keys are stored, or on how many others there
-are. A row's position alone decides its policy (`Policy.at_position`). The keys of a page are thus a function of the
-model, the policy and the tokens up to the page's end, and sequences can share pages.
+One kind of program prefills the next tokens of one sequence; the other kind decodes one token for each of a few
+sequences. Both take the sequences' page numbers as an argument. The same program thus runs wherever the pages of a
+sequence are, and however many other sequences are in the pool.
+
+The policy of a token depends only on its position (`Policy.at_position`). The keys in a page therefore depend only on
+the model, the policy and the tokens up to the end of the page, and sequences that begin alike can share pages.
 """
 
 import time
@@ -39,14 +41,17 @@ class Paging:
     """Sizes of a pool and of its programs.
 
     Attributes:
-        num_pages: pages, the null page included.
-        page: positions per page.
-        unit: prefills start at multiples of this many positions; a multiple of the page and of the policy's query tile.
-            The cross-over is rounded up to a multiple of it.
-        sizes: rows of the prefill programs, descending multiples of the unit.
-        batches: sequences of the decode programs, ascending.
-        spill: folder for pages of the prefix cache that leave the memory; None drops them. See `Spill`.
-        spill_bytes: bytes that the folder may hold.
+        num_pages: number of pages, including the null page (`pages.NULL`), which padding uses.
+        page: number of positions per page.
+        unit: prefills start at multiples of `unit` positions. It is a multiple of `page` and of the policy's query
+            tile. The policy's cross-over to sparse attention is rounded up to a multiple of `unit`.
+        sizes: numbers of rows of the prefill programs: descending multiples of `unit`, of which the last is `unit`.
+        batches: numbers of sequences of the decode programs, ascending.
+        spill: folder that stores pages that the prefix cache evicts (`spill.Spill`); None drops these pages.
+        spill_bytes: maximum size of the folder in bytes.
+
+    Raises:
+        ValueError: a value breaks one of these rules.
     """
 
     num_pages: int
@@ -59,13 +64,13 @@ class Paging:
 
     def __post_init__(self):
         if self.page < 1 or self.unit % self.page:
-            raise ValueError(f"unit={self.unit} must be a multiple of page={self.page}")
+            raise ValueError(f"unit={self.unit} must be a multiple of page={self.page}, which must be at least 1")
         if not self.sizes or any(size % self.unit for size in self.sizes) or self.sizes[-1] != self.unit:
-            raise ValueError(f"sizes={self.sizes} must be multiples of unit={self.unit} and end with it")
+            raise ValueError(f"sizes={self.sizes} must be multiples of unit={self.unit}, and the last must be the unit")
         if list(self.sizes) != sorted(set(self.sizes), reverse=True):
-            raise ValueError(f"sizes={self.sizes} must descend")
+            raise ValueError(f"sizes={self.sizes} must be in descending order, each once")
         if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
-            raise ValueError(f"batches={self.batches} must be positive numbers that ascend")
+            raise ValueError(f"batches={self.batches} must be positive numbers in ascending order, each once")
 
     def check(self, policy: Policy) -> None:
         """Raise ValueError if a prefill could end inside a query tile of the policy."""
@@ -74,7 +79,7 @@ class Paging:
 
 
 class Rows(NamedTuple):
-    """Hidden states of a prefill: of its last row, which predicts the next token, and of all its rows."""
+    """Hidden states of a prefill: those of its last token, which predict the next token, and those of all its rows."""
 
     last: Float[Array, "1 D"]
     hidden: Float[Array, "T D"]
@@ -91,7 +96,10 @@ def prefill_rows(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Rows, Reads | None]:
-    """Run the first `q_len` of T rows of one sequence, from position `q_start` on."""
+    """Prefill `q_len_B` tokens of one sequence from position `q_start_B` on; the rest of the T rows is padding.
+
+    Return the cache, the hidden states and the key counts, which are None if the policy does not count.
+    """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
@@ -101,13 +109,13 @@ def prefill_rows(
 
 @program()
 def read_page(cache: Cache, page: Int32[Array, ""]) -> Cache:
-    """Copy one page out of a pool."""
+    """Return a copy of one page of a pool."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, page, x.ndim - 4, keepdims=False), cache)
 
 
 @program(donate_argnames="cache")
 def write_page(cache: Cache, part: Cache, page: Int32[Array, ""]) -> Cache:
-    """Replace one page of a pool by a copy that `read_page` made."""
+    """Overwrite one page of a pool with `part`, a page that `read_page` copied."""
     new = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, page, x.ndim - 4), cache, part)
     return keep_split(new)
 
@@ -117,9 +125,12 @@ class Pool:
 
     Args:
         params, config, policy: the model's weights, config and attention policy.
-        context: maximum positions of a sequence.
-        paging: sizes.
-        cache: dtype of keys and values, "int8" or None for the weights' own.
+        context: maximum number of positions of a sequence.
+        paging: sizes of the pool and of its programs.
+        cache: dtype of keys and values: "int8", or None for the dtype of the weights.
+
+    Raises:
+        ValueError: `paging` does not fit the policy, or the mesh splits sequences over devices.
     """
 
     def __init__(
@@ -136,7 +147,10 @@ class Pool:
         self.params, self.config, self.policy, self.paging = params, config, policy, paging
         self.mesh, self.dtype = mesh_of(params), str(params.embed.dtype)
         if num_stripes(self.mesh) > 1:
-            raise ValueError("pages cannot be split over the mesh axis context: use a mesh of heads only, like 4x1")
+            raise ValueError(
+                f"the mesh axis `context` has {num_stripes(self.mesh)} devices, but a page cannot be split over them: "
+                "use a mesh that splits only heads, such as 4x1"
+            )
         self.width = ceil_div(round_up(context, paging.unit), paging.page)
         self.cache = allocate(
             self.mesh,
@@ -148,7 +162,7 @@ class Pool:
         )
 
     def salt(self) -> bytes:
-        """Return a digest of everything on which a page's contents depend, except its tokens."""
+        """Return a digest of everything except tokens on which the contents of a page depend."""
         return salt(
             weights=fingerprint(self.params, self.config),
             plan=repr(self.policy),
@@ -161,28 +175,28 @@ class Pool:
         )
 
     def policy_at(self, position: int) -> Policy:
-        """Return the policy of the row at a position."""
+        """Return the policy of the token at a position."""
         return self.policy.at_position(position, self.paging.unit)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """All policies that rows run under."""
+        """All policies that tokens of a sequence can have: one, or two if the context passes the cross-over."""
         return tuple(dict.fromkeys(self.policy_at(n) for n in (0, self.width * self.paging.page - 1)))
 
     def boundary(self, position: int, end: int) -> int:
-        """Return the first position in (position, end] where another policy begins, else `end`."""
+        """Return the first position after `position` and before `end` where another policy begins, or `end`."""
         policy, unit = self.policy_at(position), self.paging.unit
         starts = range(position - position % unit + unit, end, unit)
         return next((start for start in starts if self.policy_at(start) != policy), end)
 
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int) -> tuple[Rows, Reads | None]:
-        """Compute up to `size` rows of one sequence and write their keys; return their hidden states.
+        """Prefill tokens of one sequence and write their keys and values; return hidden states and key counts.
 
         Args:
-            tokens: at most `size` tokens, which all run under one policy.
-            start: position of the first token, a multiple of the unit.
-            pages: pages of the sequence's positions, with room for the tokens.
-            size: one of `paging.sizes`.
+            tokens: at most `size` tokens, all of which have the same policy.
+            start: position of the first token, a multiple of `Paging.unit`.
+            pages: all pages of the sequence in order of position, with room for the tokens.
+            size: number of rows of the program: one of `Paging.sizes`.
         """
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(tokens)] = tokens
@@ -201,7 +215,11 @@ class Pool:
     def decode(
         self, policy: Policy, token_B: Array, position_B: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Feed one token to each of `len(pages)` sequences; the other rows of the batch are padding."""
+        """Feed one token to each of `len(pages)` sequences; return next-token logits and key counts.
+
+        The first `len(pages)` entries of `token_B` are the tokens, and `position_B` has their positions. The rest of
+        the batch is padding.
+        """
         batch, count = token_B.shape[0], len(pages)
         position = np.zeros(batch, np.int32)
         position[:count] = position_B
@@ -218,22 +236,22 @@ class Pool:
         return out, [] if reads is None else [reads]
 
     def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
-        """Compute the next-token logits of a prefill's last row."""
+        """Compute next-token logits from the hidden state of the last token of a prefill."""
         return read_head(self.params, last)
 
     def score(self, rows: Rows, next_T: Int32[np.ndarray, "rows"]) -> RowScores:
-        """Compute the probabilities of the tokens that follow the rows of a prefill."""
+        """Score the tokens `next_T`, each of which follows one row of a prefill; see `RowScores`."""
         return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
-        """Return pairs (prefill, decode) of work, in the form of `Costs.step_s`, to time for `LinearCosts.fit`."""
+        """Return the steps to time for `LinearCosts.fit`, each as the arguments (prefill, decode) of `Costs.step_s`."""
         last = self.width * self.paging.page
         prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
         decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
         return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
 
     def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Run some work on the null page and return its seconds; arguments as in `Costs.step_s`."""
+        """Run a step on the null page and return its seconds; the arguments are as in `Costs.step_s`."""
         began_s = time.perf_counter()
         for start, size in prefill:
             self.prefill([0] * size, start, [], size)
@@ -248,12 +266,12 @@ class Pool:
         return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
 
     def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
-        """Write the copies that `save` returned to pages."""
+        """Overwrite pages with the copies that `save` returned, in the same order."""
         for page, part in zip(pages, saved, strict=True):
             self.cache = write_page(self.cache, part, np.int32(page))
 
     def warm(self) -> int:
-        """Run every program once, on the null page; return their number."""
+        """Run every program once, on the null page; return the number of programs."""
         count = 0
         for policy in self.policies:
             start = 0 if policy == self.policy_at(0) else self.width * self.paging.page - self.paging.unit

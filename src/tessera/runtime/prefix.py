@@ -5,17 +5,18 @@ A page is named by a hash chain over the tokens up to the page's end:
     hash[0] = blake2b(blake2b(tenant) | tokens of page 0 | salt)
     hash[i] = blake2b(hash[i-1]       | tokens of page i | salt)
 
-The salt (see `salt`) names everything else that the keys and values depend on, so equal hashes mean equal contents. One
-request's life:
+The salt (see `salt`) covers everything else on which the keys and values depend, so equal hashes mean equal contents.
+The life of a request is:
 
     hashes -> match -> allocate the rest -> prefill -> publish each full page -> decode -> `Pages.release`
 
-Only pages that prefill wrote in full may be published. Under a sparse policy, decode writes other keys, because it
-selects tiles per token, and prefill per query tile (the keys differed by 12 to 54 % of their maximum).
+Only pages that prefill wrote in full may be published. Under a sparse policy, decode writes different keys from
+prefill, because decode selects key tiles for each token and prefill for each query tile (the keys differed by 12 to
+54 % of their maximum).
 
-Pages without a user stay cached in order of release, and the longest unused one is evicted first. A page is evicted
-only after the held pages that continue it, because `match` walks the chain from its start and could not reach them
-without this page.
+Pages without a user stay cached, and the page that has been unused for longest is evicted first. But a page is evicted
+only after all published pages that continue it: `match` follows the chain of hashes from its start, and could not reach
+them without this page.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from tessera.models.pages import OutOfPages, Pages
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
-"""Bytes of a hash. Requests choose their tokens, so a collision must be out of reach: it would leak keys."""
+"""Bytes of a hash. Clients choose the tokens, so it must be infeasible to find a collision, which would leak keys."""
 
 
 def salt(
@@ -45,31 +46,33 @@ def salt(
     kernels: Mapping[str, str],
     code: str,
 ) -> bytes:
-    """Return a digest of everything on which a page's contents depend, except its tokens. No argument has a default.
+    """Return a digest of everything except tokens on which the contents of a page depend. No argument has a default.
 
     Args:
         weights: fingerprint of the weights, in the form in which they are multiplied (quantised or not).
-        plan: hash of the plan; None if every row runs dense.
+        plan: text that identifies the plan or policy; None if attention is dense at every position.
         dtype: dtype of the cache.
-        unit: prefills start at multiples of this many positions.
+        unit: prefills start at multiples of `unit` positions.
         crossover: first position that runs under the plan.
         kernels: name and config of the kernel in each prefill role, for example {"sparse": "xla.sparse block=64"}.
         code: version of the code that computes pages, such as `core.files.sources` and JAX's version.
 
     Raises:
-        ValueError: a part is empty.
+        ValueError: an argument is empty, or None (except `plan`).
     """
     parts = {"weights": weights, "plan": plan, "dtype": dtype, "unit": unit, "crossover": crossover, "code": code}
     parts["kernels"] = dict(kernels)
     for name, value in parts.items():
         if value in ("", {}) or (value is None and name != "plan"):
-            raise ValueError(f"{name}={value!r} names nothing: pages of two models could then have one hash")
+            raise ValueError(
+                f"{name}={value!r} names nothing: pass a value that differs between models, or they could share pages"
+            )
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 
 @dataclass
 class _Held:
-    """A published page, the hash that it continues, and the hashes of held pages that continue it."""
+    """A published page, the hash of the page before it (None for the first) and the hashes of the pages after it."""
 
     page: int
     parent: bytes | None
@@ -82,12 +85,12 @@ class Prefix:
     Args:
         pages: the pool.
         salt: result of `salt`.
-        on_evict: called with the hash and the page before a page is evicted, children before parents. It is the last
-            chance to copy the contents.
+        on_evict: called with (hash, page) just before a page is evicted, which is the last chance to copy its contents.
+            A page is evicted after the pages that continue it.
 
     Attributes:
-        query_tokens: tokens of all full pages looked for by `match`.
-        hit_tokens: tokens of those that it found.
+        query_tokens: number of tokens in the pages that `match` was asked for so far.
+        hit_tokens: number of tokens in the pages that `match` found so far.
     """
 
     def __init__(self, pages: Pages, salt: bytes, on_evict: Callable[[bytes, int], None] | None = None):
@@ -103,24 +106,24 @@ class Prefix:
 
     @property
     def num_cached(self) -> int:
-        """Pages that no sequence uses and whose contents are kept."""
+        """Number of pages that no sequence uses and whose contents are kept."""
         return len(self.pages.cached)
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing."""
+        """Number of pages that hold nothing."""
         return len(self.pages.free)
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` could hand out: free ones, and cached ones, which it would evict."""
+        """Number of pages that `allocate` could hand out: free pages, and cached pages, which it would evict."""
         return self.num_free + self.num_cached
 
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._held
 
     def held(self) -> list[tuple[bytes, int]]:
-        """List hash and page of every published page, parents before the pages that continue them."""
+        """List (hash, page) of every published page; each page comes before the pages that continue it."""
         return [(name, held.page) for name, held in self._held.items()]
 
     def hashes(self, tokens: Sequence[int] | np.ndarray, tenant: str = "") -> list[bytes]:
@@ -133,7 +136,7 @@ class Prefix:
         if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
             raise ValueError(f"tokens must be a flat list of ids, got shape {tokens.shape} of {tokens.dtype}")
         if tokens.size and tokens.max() >= 1 << 32:
-            raise ValueError(f"token {tokens.max()} does not fit into 4 bytes")
+            raise ValueError(f"token {tokens.max()} does not fit into 4 bytes: ids must be below 2**32")
         data, size = tokens.astype("<u4").tobytes(), 4 * self.pages.page
         parent, found = _digest(tenant.encode("utf-8", "surrogatepass")), []
         for start in range(0, len(data) - size + 1, size):
@@ -142,9 +145,10 @@ class Prefix:
         return found
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest run of held hashes, and make the caller a user of each: release them later.
+        """Return the pages of the leading hashes that are published, up to the first that is not.
 
-        A prefill needs at least one token, so a prompt that ends with a full page should not look for its last hash.
+        The caller becomes a user of these pages and must release them later. A prefill needs at least one token, so the
+        caller should leave out the last hash of a prompt that ends with a full page.
         """
         run = []
         for name in hashes:
@@ -157,15 +161,16 @@ class Prefix:
         return run
 
     def publish(self, hash: bytes, parent: bytes | None, page: int) -> int:
-        """Offer a page that prefill wrote in full, and return the page that the caller uses from now on.
+        """Publish a page that prefill wrote in full, and return the page that the caller uses from now on.
 
-        If another page holds the hash, the caller becomes a user of that one and `page` is released. If the parent is
-        not held, or a bad page of this hash is still in use, `page` stays private: it, or what its users publish next,
-        may be computed from bad keys.
+        If another page is already published under this hash, the caller becomes a user of that page, and `page` is
+        released. If the parent is not published, or a withdrawn page of this hash is still in use, `page` stays
+        private, because it may have been computed from bad keys.
 
         Args:
-            hash, parent: the page's hash and the one before it; None for a sequence's first page.
-            page: page that the caller alone uses.
+            hash: hash of the page.
+            parent: hash of the page before it in the sequence; None for the first page.
+            page: a page that only the caller uses.
 
         Raises:
             ValueError: the page is shared, sealed under another hash or not in use.
@@ -193,7 +198,7 @@ class Prefix:
         """Take pages that the caller owns and may write, evicting cached pages if too few are free.
 
         Raises:
-            OutOfPages: fewer pages are free or can be evicted; nothing changes.
+            OutOfPages: too few pages are free or can be evicted; nothing changes.
         """
         short = count - len(self.pages.free)
         if short > 0:
@@ -214,11 +219,11 @@ class Prefix:
         return taken
 
     def forget(self, pages: Iterable[int]) -> list[bytes]:
-        """Withdraw pages whose contents are bad (NaN), and all that continue them; return their hashes.
+        """Withdraw pages whose contents are bad (NaN) and all pages that continue them; return the withdrawn hashes.
 
-        A withdrawn page is never matched again. Sequences that use it keep it until they release it; no page is
-        published under its hash before that, so nothing that they compute from it enters the cache. Pages that were
-        never published are skipped.
+        A withdrawn page is never matched again. Sequences that use it keep it until they release it. Until then, no
+        page is published under its hash, so nothing that these sequences compute from it enters the cache. Pages that
+        were never published are skipped.
         """
         withdrawn = []
         for page in pages:
@@ -231,14 +236,17 @@ class Prefix:
         return withdrawn
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Never evict these pages until each `pin` has its `unpin`. A page not held is pinned when it is published."""
+        """Protect the pages of these hashes from eviction until `unpin` has been called as often as `pin`.
+
+        A page that is not published yet is pinned when it is published.
+        """
         for name in hashes:
             self._pins[name] += 1
             if name in self._held:
                 self.pages.share([self._held[name].page])
 
     def unpin(self, hashes: Sequence[bytes]) -> None:
-        """Take back one `pin` of each hash.
+        """Undo one `pin` of each hash.
 
         Raises:
             ValueError: a hash is not pinned; nothing is unpinned.
@@ -252,10 +260,12 @@ class Prefix:
                 self.pages.release([self._held[name].page])
 
     def _victims(self, count: int) -> list[int]:
-        """List up to `count` cached pages in the order of eviction: the longest unused page that no held one continues.
+        """List up to `count` cached pages in the order of eviction.
 
-        One walk suffices. A page that has children when the walk comes to it is passed; when its last child goes, it is
-        the longest unused candidate, because all other passed pages still have children.
+        A page's children are the published pages that continue it. The next page to evict is always the page that has
+        been unused for longest, of those whose children are all evicted before it. One walk over the cached pages, in
+        order of their release, finds them. It passes a page that still has children, and takes this page as soon as its
+        last child is taken, because all other passed pages still have children then.
         """
         found, passed, lost = [], set(), Counter()
         for page in self.pages.cached:
@@ -273,14 +283,14 @@ class Prefix:
         return found
 
     def _with_descendants(self, name: bytes) -> list[bytes]:
-        """List a held hash and all that continue it, parents before children."""
+        """List a published hash and all published hashes that continue it, parents before children."""
         found = [name]
         for each in found:
             found.extend(self._held[each].children)
         return found
 
     def _withdraw(self, name: bytes) -> None:
-        """Drop a bad page that no held page continues; it becomes free when its last user releases it."""
+        """Drop a bad page that no published page continues; it becomes free when its last user releases it."""
         page = self._held[name].page
         self._drop(name)
         self.pages.discard([page])
@@ -293,7 +303,7 @@ class Prefix:
         return any(each == name and self.pages.references(page) for page, each in self._withdrawn.items())
 
     def _drop(self, name: bytes) -> None:
-        """Remove a hash that no held page continues."""
+        """Remove a hash that no published page continues."""
         held = self._held.pop(name)
         del self._hash[held.page]
         if held.parent is not None:

@@ -24,7 +24,7 @@ from tessera.models.layers import Params
 from tessera.runtime.requests import RANKS, Token
 
 BLOCK = 64
-"""Maximum rows of logits computed at a time."""
+"""Maximum number of rows whose logits are computed at a time."""
 
 
 class RowScores(NamedTuple):
@@ -42,7 +42,7 @@ class RowScores(NamedTuple):
 
 @program()
 def score_prompt_rows(params: Params, hidden_TD: Float[Array, "T D"], next_T: Int32[Array, "rows"]) -> RowScores:
-    """Score the tokens that follow the rows of a prefill."""
+    """Score the tokens `next_T`, each of which follows one row of a prefill."""
 
     def score(block: tuple[Array, Array]) -> RowScores:
         hidden, following = block
@@ -66,7 +66,7 @@ def following(prompt: Sequence[int], start: int, size: int) -> Int32[np.ndarray,
 
 
 def prompt_tokens(id: int, prompt: Sequence[int], scored: Mapping[int, RowScores], ranks: int) -> tuple[Token, ...]:
-    """Return the prompt's tokens with their probabilities; nothing precedes the first, so its logprob is None.
+    """Return the prompt's tokens with their log-probabilities; the first token has none, because nothing precedes it.
 
     Args:
         id: number of the request.

@@ -37,10 +37,10 @@ class Guide(Protocol):
     """
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return which tokens may come next; at least one."""
+        """Return a mask of the tokens that may come next; at least one must be allowed."""
 
     def push(self, token: int) -> None:
-        """Advance by one token, the answer's next."""
+        """Advance by the answer's next token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,21 @@ class Request:
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
         stop: texts that end the answer; the answer is cut before the first that appears.
         sampling: sampling parameters.
-        seed: seed of the draws; with it, only the logits and the step decide a draw.
+        seed: seed of the random draws. A draw depends only on the seed, the logits and the number of tokens before it.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
         top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
-        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, with the
-            probability of the prompt's own token; None reports neither. Such a prompt reuses no cached keys, because
-            each of its rows must be computed. Needs an engine with pages.
-        guide: makes the Guide that restricts the answer; None restricts nothing. With a guide, each step waits for the
-            step before.
-        tenant: name of who asks; tenants share rows and time fairly and never share keys. Needs an engine with pages.
-        deadline_s: seconds after `submit` when the first token is due; None takes twice the time that the prompt takes
-            alone. Needs an engine with pages.
-        held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
-            read. None reuses the longest prefix whose keys are still in the cache.
+        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, together
+            with the probability of the prompt's own token; None reports neither. Such a request reuses no cached keys,
+            because every row of its prompt must be computed. Needs an engine with pages.
+        guide: function that makes the Guide of the answer; None restricts nothing. While a request with a guide runs,
+            the device does not run ahead of the host.
+        tenant: name of the user or group that the request is charged to. Tenants get equal parts of rows and time, and
+            never share keys. Ignored by an engine without pages.
+        deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
+            twice the predicted prefill time. Ignored by an engine without pages.
+        held: result of `Engine.hold`. The request reuses at most the keys of this prefix, and the keys that were read
+            when the prefix was prefilled count as read by the request. None reuses the longest prefix whose keys are
+            still in the cache.
     """
 
     prompt: Sequence[int]
@@ -114,8 +116,8 @@ class Token(NamedTuple):
 class End(NamedTuple):
     """Event: a request is complete; `generation.finish_reason` is "stop" or "length".
 
-    `reused_tokens` counts the prompt's tokens whose keys were still in the cache. `prompt` holds the prompt's tokens
-    with their probabilities, without texts, if the request has `prompt_logprobs`.
+    `reused_tokens` counts the prompt's tokens whose keys were still in the cache. If the request has `prompt_logprobs`,
+    `prompt` has a Token with log-probabilities, but without text, for each token of the prompt.
     """
 
     id: int
@@ -138,9 +140,9 @@ class PoolState(NamedTuple):
     """How full an engine's pool of pages is.
 
     Attributes:
-        usage: share of the pages that requests use; pages that are only cached do not count.
-        cached: share of the pages that no request uses and whose contents are kept.
-        preempted: requests that gave their pages to others so far.
+        usage: fraction of the pages that are in use; pages that are only cached do not count.
+        cached: fraction of the pages that are cached: no request uses them, but their contents are kept.
+        preempted: number of times so far that a request had to give up its pages for another request.
     """
 
     usage: float
@@ -153,12 +155,12 @@ class Ticket:
     """A request inside an engine.
 
     Attributes:
-        row: row of the lane's cache that holds the request's keys.
+        row: index of the request's row in its lane.
         reused: number of prompt tokens whose keys were in the cache.
         position: number of prompt tokens that are computed, as far as the host knows.
         chosen: number of tokens that the device was asked to choose; the host may have read fewer.
         dropped: whether the request was cancelled or failed.
-        scored: scores of the prompt's tokens, as `prompt_scores.RowScores`, by the first row of each prefill.
+        scored: `prompt_scores.RowScores` of the prompt's tokens, by the first position of each prefill call.
         guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
         allowed: which tokens may come next, if there is a guide.
     """
@@ -178,19 +180,22 @@ class Ticket:
 
     @property
     def open(self) -> bool:
-        """Whether the request still needs tokens."""
+        """Whether the request is unfinished: not complete, cancelled or failed."""
         return not (self.dropped or self.answer.done)
 
     @property
     def prefilled(self) -> tuple[int, int]:
-        """Prompt tokens computed, and prompt tokens to compute in total, both without tokens reused from the cache."""
+        """Numbers of prompt tokens prefilled so far and to prefill in total. Reused tokens count in neither."""
         total = self.answer.prompt_tokens - self.reused
         done = total if self.answer.tokens or not self.open else self.position - self.reused
         return min(max(done, 0), total), total
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
-    """Raise ValueError if there is no token, if one is outside the vocabulary, or if they exceed the context."""
+    """Raise ValueError if `tokens` is empty, longer than the context or has a token outside the vocabulary.
+
+    The message calls the tokens `name`.
+    """
     limit, vocab_size = config.max_positions, config.vocab_size
     if not len(tokens):
         raise ValueError(f"{name} is an empty token list: pass at least one token")
@@ -206,7 +211,7 @@ def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
 
 
 def explain_not_finite(params: Params) -> str:
-    """Explain in one sentence why scores are not finite; name the weights that are not, if any."""
+    """Explain in one sentence why logits are not finite; name weights that are not finite, if there are any."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
     if broken:

@@ -1,4 +1,4 @@
-"""Predict how fast a model runs on a chip, by the roofline of one device: without a compiler or a device.
+"""Predict how fast a model runs on a chip from the roofline of one device. No compiler and no device is needed.
 
     decode_s  = max(weights / bandwidth, products / peak) + cache / bandwidth + links
     prefill_s = max(chunks * weights / bandwidth, products / peak) + attention / peak + links
@@ -6,12 +6,13 @@
     weights   = bytes of the device's weights; every chunk of a prompt reads them once
     products  = 2 P flops per row, where P counts the parameters of the matrices that multiply the row
     cache     = bytes of keys and values read: 2 K H numbers per key that a layer reads
-    attention = 4 N H flops per (row, key) that a layer reads, with N query heads, K KV heads and head dim H
+    attention = 4 N H flops for each key that a layer reads for a row, with N query heads, K KV heads and head dim H
     links     = bytes that a device sends / (LINK_BYTES_PER_S / 2), because that rate counts both directions. To add up
-                an array over a ring of n devices, each sends 2 (n - 1) / n of its bytes.
+                an array over a ring of n devices, each device sends 2 (n - 1) / n of the array's bytes.
 
-Bandwidth and peak are the nominal rates times BANDWIDTH_SHARE and SHARES. The model leaves out the latency of
-exchanges, tile selection and the host. An int8, int4 or fp8 matrix is read in that type and multiplied in bfloat16.
+Bandwidth is the nominal bandwidth times BANDWIDTH_SHARE; peak is the nominal peak times a value of SHARES. The
+prediction leaves out tile selection, the work of the host and the latency of exchanges. An int8, int4 or fp8 matrix is
+read in that type and multiplied in bfloat16.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ BANDWIDTH_SHARE = 0.8
 measured times of v5p and v6e."""
 
 SAMPLES = 256
-"""Positions of a prompt at which the keys read are counted; between them the count is nearly linear."""
+"""Number of positions of a prompt at which `reading` counts keys; between them the count is nearly linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,9 @@ class Shares:
     """Shares of the nominal bfloat16 peak that a prefill reaches.
 
     Attributes:
-        products: share of linear layers, including the operations around them.
-        dense, score, sparse: share of attention in layers of this role (`Kascade.roles`); the work of a sparse layer
-            counts every key of the tiles that it reads.
+        products: share that linear layers reach, including the operations around them.
+        dense, score, sparse: share that attention reaches in layers of this role (`Kascade.roles`). The work of a
+            sparse layer counts every key of the tiles that it reads.
     """
 
     products: float
@@ -68,8 +69,9 @@ and v6e come from the compiler's schedules of steps of an 8B model (evidence/tpu
 products on v5p and v7x, and every share of v4, h100 and h200."""
 
 HEAD_DIM = 128
-"""Head dim of the schedules behind SHARES. Other head dims take the same shares; narrower heads fill less of the matrix
-unit, so that their prefill takes longer than predicted (LOG.md has llama-3.2-1b, with heads of 64)."""
+"""Head dim of the schedules behind SHARES. Models with other head dims are predicted with the same shares. Narrower
+heads fill less of the matrix unit, so their prefill takes longer than predicted (LOG.md has llama-3.2-1b, with heads of
+64)."""
 
 DERIVED = ("v5e", "v5p", "v6e", "v7x")
 """Chips whose attention shares come from the compiler's schedules."""
@@ -83,10 +85,10 @@ class Question:
         config: the model.
         chip: short name of a chip in `core.hardware.CHIPS`.
         devices: number of JAX devices that share every layer.
-        batch: sequences at a time.
-        length: tokens per sequence, prompt and answer.
-        policy: Kascade policy, for the times under Kascade.
-        chunk: rows of one prefill call per sequence.
+        batch: number of sequences that run together.
+        length: number of tokens per sequence, prompt and answer together.
+        policy: Kascade policy whose times are predicted.
+        chunk: rows per sequence of one prefill call.
     """
 
     config: ModelConfig
@@ -107,7 +109,7 @@ class Question:
         if len(self.policy.head_map) != self.config.num_layers:
             raise ValueError(
                 f"the Kascade plan has {len(self.policy.head_map)} layers and the model {self.config.num_layers}: "
-                "pass a plan of this model"
+                "pass a plan made for this model"
             )
 
     @property
@@ -121,8 +123,8 @@ class Speed:
     """Predicted times of one attention policy.
 
     Attributes:
-        prefill_s: time of the whole prompt, until its first token.
-        decode_ms: time of one token per sequence, when the sequences have their full length.
+        prefill_s: time to prefill the whole prompt of every sequence.
+        decode_ms: time to decode one token of every sequence, when the sequences have their full length.
         tokens_per_s: decoded tokens per second of all sequences together.
         prefill_parts_s: times of "weights", "products", "attention" and "links". Weights and products overlap, so the
             parts may sum to more than prefill_s.
@@ -140,10 +142,11 @@ class Speed:
 
 
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
-    """Return the paper's Kascade: a tenth of the keys, and each head follows the same head of its anchor.
+    """Return the Kascade policy of the paper, which reads a tenth of the keys.
 
-    The anchors are those that the paper gives for model `name`. Any other model gets evenly spread anchors, as many as
-    `default_anchors` says. `options` set further fields of Kascade.
+    Each KV head reuses the choice of the anchor's head of the same number. The paper gives anchors for some models. If
+    `name` is none of them, `default_anchors` gives the number of anchors, and they are spread evenly. `options` set
+    further fields of Kascade.
     """
     layers, count = config.num_layers, default_anchors(config.num_layers)
     anchors = ANCHORS.get(name, tuple(i * layers // count for i in range(count)))
@@ -152,10 +155,10 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Key counts, summed over layers.
+    """Numbers of keys, summed over layers.
 
-    `own` counts the keys that layers score to choose their own tiles. Each other field counts the keys that layers of
-    this role read.
+    `own` counts the keys that layers with this role (`Kascade.roles`) score to select tiles; the keys that they then
+    read count as `sparse`. Each other field counts the keys that layers with this role read.
     """
 
     dense: float = 0.0
@@ -165,7 +168,7 @@ class Reading(NamedTuple):
 
 
 def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Reading:
-    """Count the keys that a row reads in all layers if it sees `visible` keys; `policy` None is dense."""
+    """Count the keys that a row reads in all layers if it sees `visible` keys; `policy=None` means dense attention."""
     visible = min(visible, config.window or visible)
     if policy is None or visible < policy.crossover_tokens:
         return Reading(dense=config.num_layers * visible)
@@ -187,7 +190,7 @@ def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Readin
 
 
 def speed(q: Question, types: Types, policy: Kascade | None) -> Speed:
-    """Predict the times of prefill and decode under a policy; `policy` None is dense."""
+    """Predict the times of prefill and decode under a policy; `policy=None` means dense attention."""
     on, division = chip(q.chip), q.division
     prefill, decode = _prefill(q, on, division, types, policy), _decode(q, on, division, types, policy)
     prefill_s = max(prefill["weights"], prefill["products"]) + prefill["attention"] + prefill["links"]
@@ -212,7 +215,7 @@ def layer_parameters(config: ModelConfig) -> int:
 def _read_s(q: Question, on: Chip, types: Types) -> float:
     """Return the seconds in which a device reads its weights once.
 
-    An untied embedding does not count, because a token reads one row of it.
+    An untied embedding does not count, because a token reads only one row of it.
     """
     found = weight_bytes(q.config, types=types, division=q.division)
     table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
@@ -222,8 +225,8 @@ def _read_s(q: Question, on: Chip, types: Types) -> float:
 def _links_s(q: Question, division: Division, rows: float, heads_rows: float) -> float:
     """Return the seconds to exchange `rows` rows of activations and `heads_rows` rows of attention outputs.
 
-    Each layer adds up activations twice over the devices that share heads, and float32 attention outputs once over the
-    devices that share keys. At the end, each sequence's last logits are gathered.
+    Each layer adds up activations twice over the devices that divide the heads, and float32 attention outputs once over
+    the devices that divide the keys. At the end, the logits of each sequence's last row are gathered.
     """
     config, rate = q.config, LINK_BYTES_PER_S[q.chip] / 2
     n, c = division.heads, division.context

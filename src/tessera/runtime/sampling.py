@@ -1,4 +1,4 @@
-"""Choose the next token: repetition penalty, temperature, top-k, top-p, min-p, with transformers' order and semantics.
+"""Choose the next token: repetition penalty, temperature, top-k, top-p and min-p, in this order, as in transformers.
 
 Top-k, top-p and min-p each keep the tokens above some score, so together they are one threshold on z = penalised
 logits / temperature. All ties at the threshold are kept (transformers drops some of them in top-p, by sort order).
@@ -23,8 +23,9 @@ from tessera.core.mesh import keep, program
 class Method:
     """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws.
 
-    `extra` adds a bias to the logits and returns the best tokens: one flag for both, because each flag doubles the
-    number of programs that a server compiles.
+    `draw` draws a token instead of taking the best one, `filtered` applies top-k, top-p and min-p, and `penalised`
+    applies the repetition penalty. `extra` adds a bias to the logits and returns the best tokens: one flag for both,
+    because each flag doubles the number of programs that a server compiles.
     """
 
     draw: bool = False
@@ -46,7 +47,7 @@ GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Checked sampling parameters; see Model.generate. Their values are not static under jit.
+    """Checked sampling parameters; see Model.generate. The values are not static under jit.
 
     These values switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0,
     repetition_penalty 1.

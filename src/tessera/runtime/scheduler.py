@@ -1,19 +1,23 @@
-"""Decide which request gets a row, whose prompt is computed next and who gives way. Pure Python, without a clock.
+"""Decide which request gets a row, which prompt is prefilled next and which request gives way.
 
-The engine and the simulator (`tessera simulate`) run the same scheduler. A step decodes one token of every answering
-row and prefills some segments, each of `unit` positions of one prompt:
+The scheduler is pure Python and reads no clock. The engine and the simulator (`tessera simulate`) both use it.
 
-    segments = the largest compiled size whose predicted step takes at most step_s
+A running request has a row: it is first prefilled and then answers. Each step decodes one token of every answering row
+and prefills some segments, where a segment is `unit` positions of one prompt. If any row is answering,
 
-Requests are ordered by the rule of Moore and Hodgson, which on one machine makes the fewest requests late: sort by
-deadline; wherever the predicted end of a prompt passes its deadline, the longest prompt up to there becomes late. Late
-requests go last, but every `ageing`-th time the oldest of them goes first, so all of them end.
+    number of segments = the largest compiled size whose predicted step takes at most step_s
 
-Each tenant has a virtual time, the tokens computed for it. The share is the virtual time of a tenant that always gets
-its equal part: each computed token adds 1 / tenants to it. A tenant's level is the whole multiples of `burst` tokens by
-which it is ahead of the share. Lower levels go first, and may take rows and pages from higher ones. An idle tenant
-saves nothing: it is never behind the share. It is never ahead by more than MOST bursts either, so that one that had the
-machine to itself soon gets its part again.
+Requests are ordered by the rule of Moore and Hodgson, which makes the fewest requests late on one machine. It sorts
+requests by deadline; wherever the predicted end of a prompt is after its deadline, it moves the longest prompt so far
+to the late requests. Late requests go last. So that none of them waits for ever, the oldest late request goes first in
+every `ageing`-th decision.
+
+Each tenant has a virtual time: the number of tokens computed for it. The share is the virtual time of an imaginary
+tenant that always gets an equal part: each computed token adds 1 / (number of tenants) to the share. A burst is `burst`
+tokens, and a tenant's level is the number of whole bursts by which its virtual time is ahead of the share. Requests of
+tenants at lower levels go first, and may take rows and pages from requests of tenants at higher levels. A tenant gains
+nothing by being idle, because its virtual time never falls behind the share. It is also never ahead of the share by
+more than MOST bursts, so that a tenant that had the machine to itself is not made to wait long.
 """
 
 import heapq
@@ -26,9 +30,9 @@ from tessera.core.shapes import ceil_div
 Policy = Literal["edf", "fcfs"]
 
 HORIZON = 4
-"""A request gets a row when its prompt would be computed within this many of the largest prefill steps."""
+"""A waiting request gets a row only if its prompt's turn comes within this many prefill steps of the largest size."""
 MOST = 4
-"""Bursts by which a tenant can be ahead of its share."""
+"""Maximum number of bursts by which a tenant can be ahead of the share."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,13 +40,13 @@ class Work:
     """A request as the scheduler sees it; the caller updates `position` and `generated`.
 
     Attributes:
-        id: unique; breaks ties.
-        tenant: whom the request is charged to.
-        arrived_s: when it was submitted.
-        deadline_s: when its first token is due, on the clock of `arrived_s`.
-        prompt_tokens: tokens of its prompt.
-        position: prompt tokens computed so far.
-        generated: tokens of its answer so far.
+        id: unique number, which breaks ties.
+        tenant: name of the tenant that is charged for the request.
+        arrived_s: time when the request was submitted, on the caller's clock (`now_s`).
+        deadline_s: time when the first token is due, on the same clock.
+        prompt_tokens: number of tokens in the prompt.
+        position: number of prompt tokens computed so far.
+        generated: number of answer tokens so far.
     """
 
     id: int
@@ -58,26 +62,26 @@ class Costs(Protocol):
     """Predicts how long steps take."""
 
     def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the seconds of a step.
+        """Return the predicted seconds of a step.
 
         Args:
-            prefill: (first position, rows) of each part of a prompt that the step computes.
+            prefill: (first position, number of positions) of each prompt part that the step computes.
             decode: number of keys of each row that decodes a token.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCosts:
-    """Costs that are linear in the work of a step. All coefficients are seconds, at least 0.
+    """Costs that are linear in the work of a step. All coefficients are in seconds and at least 0.
 
-        seconds = base + row * rows + pair * pairs + answer * decoding rows + key * keys of the decoding rows
+        seconds = base + row * positions + pair * pairs + answer * decoding rows + key * keys of the decoding rows
 
     Attributes:
-        base: per step.
-        row: per prefilled row.
-        pair: per pair of a prefilled row and a key that it sees.
-        answer: per decoding row.
-        key: per key of a decoding row.
+        base: seconds per step.
+        row: seconds per prefilled position.
+        pair: seconds per pair of a prefilled position and a key at or before it.
+        answer: seconds per decoding row.
+        key: seconds per key of a decoding row.
     """
 
     base: float
@@ -87,23 +91,28 @@ class LinearCosts:
     key: float
 
     def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the predicted seconds of a step."""
+        """Return the predicted seconds of a step; see `Costs.step_s`."""
         rows, pairs, answers, keys = _amounts(prefill, decode)
         return self.base + self.row * rows + self.pair * pairs + self.answer * answers + self.key * keys
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[Sequence[tuple[int, int]], Sequence[int], float]]) -> Self:
-        """Fit measured steps (prefill, decode, seconds): least squares of the relative error, no negative coefficient.
+        """Fit the coefficients to measured steps (prefill, decode, seconds).
+
+        The fit minimises the sum of the squared relative errors; no coefficient is negative.
 
         Raises:
-            ValueError: there is no sample, or one took no time.
+            ValueError: there is no sample, or a sample's seconds are not positive.
         """
         import numpy as np
         from scipy.optimize import nnls
 
         samples = list(samples)
         if not samples or any(seconds <= 0 for *_, seconds in samples):
-            raise ValueError(f"{len(samples)} samples: pass at least one measured step, each with positive seconds")
+            raise ValueError(
+                f"cannot fit costs to {len(samples)} samples with seconds {[seconds for *_, seconds in samples]}: "
+                "pass at least one measured step, and only steps of more than 0 seconds"
+            )
         table = np.array([(1.0, *_amounts(prefill, decode)) for prefill, decode, _ in samples])
         table /= np.array([seconds for *_, seconds in samples])[:, None]
         scale = np.maximum(table.max(axis=0), 1e-300)  # columns of one size: pairs are 1e9 where the base is 1
@@ -113,10 +122,13 @@ class LinearCosts:
     def observed(
         self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, weight: float = 0.02
     ) -> Self:
-        """Return costs that follow a measured step: each coefficient times (measured / predicted) ** (weight * share).
+        """Return these costs, adjusted to one measured step.
 
-        The share is the coefficient's part of the prediction, so a step without prefill leaves the costs of prefill as
-        they are. The ratio is kept within 1/4 and 4, so that one stalled step changes little.
+            new coefficient = coefficient * ratio ** (weight * part)
+
+        The ratio is measured seconds / predicted seconds, clipped to [1/4, 4] so that one stalled step changes little.
+        The part is the fraction of the predicted seconds that is due to the coefficient: a step without prefill does
+        not change the costs of prefill.
         """
         names = [each.name for each in fields(self)]
         costs = [getattr(self, name) for name in names]
@@ -134,18 +146,19 @@ def _amounts(prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> tuple
 
 
 class Scheduler:
-    """Decides the order and the amounts of an engine's work. Equal calls in equal order give equal results.
+    """Decides what an engine computes next, and how much. The same calls in the same order give the same results.
 
     Args:
-        costs: predicted times; may be replaced at any time.
-        unit: positions of a segment.
+        costs: predicts the seconds of a step; may be replaced at any time.
+        unit: number of positions in a segment.
         sizes: numbers of segments that the compiled prefill programs take, ascending.
-        step_s: seconds that a step with decoding rows should take at most.
-        policy: "edf" is the module's rule. "fcfs" is for comparison: first come, first served, in the largest chunks.
-        ageing: every so many decisions, the oldest late request goes first.
-        patience: maximum decode steps in a row without prefill while a prompt waits.
-        burst: tokens by which a tenant may be ahead of its share before it goes after the others. A smaller one delays
-            a tenant that sends two long documents even if no tenant sends too much.
+        step_s: maximum predicted seconds of a step in which rows decode.
+        policy: "edf" (earliest deadline first) is the rule that the module describes. "fcfs" is for comparison: first
+            come, first served, always with the largest size.
+        ageing: in every `ageing`-th decision with a late request, the oldest late request goes first; at least 2.
+        patience: maximum number of consecutive steps without prefill while a prompt waits for prefill.
+        burst: number of tokens in a burst. If it is too small, a tenant that sends two long documents is delayed even
+            when no tenant sends too much.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -181,11 +194,16 @@ class Scheduler:
         self._without = 0  # steps in a row without prefill while a prompt waits
 
     def chunk(self, now_s: float, prefill: Sequence[Work], decode: Sequence[Work]) -> list[tuple[Work, int]]:
-        """Return the prompts to compute in this step, each with its number of segments, the most urgent first.
+        """Return the prompts to prefill in this step, the most urgent first, each with its number of segments.
 
-        All segments together are one of `sizes`, or fewer if less is left to compute. Without decoding rows, they are
-        as many as possible. With them, they are as many as `step_s` allows: possibly none, but at most `patience` times
-        in a row.
+        The total number of segments is one of `sizes`, or smaller if the prompts have fewer segments left. If no row
+        decodes, or under "fcfs", the total is as large as possible. Otherwise it is the largest total whose step is
+        predicted to take at most `step_s`. It can then be 0, but not in more than `patience` consecutive steps.
+
+        Args:
+            now_s: current time, on the clock of `Work.arrived_s`.
+            prefill: requests that have rows and are not prefilled yet.
+            decode: requests whose rows decode in this step.
         """
         self._see("chunk", (*prefill, *decode))
         if not prefill:
@@ -206,8 +224,9 @@ class Scheduler:
     def admit(self, now_s: float, waiting: Sequence[Work], prefill: Sequence[Work] = ()) -> list[Work]:
         """Return the waiting requests in the order in which they should get rows.
 
-        If `prefill`, the prompts that have rows, is given too, return only requests that `chunk` would compute within
-        HORIZON of its largest steps, so that no request holds a row and pages long before its turn.
+        `prefill` has the requests that have rows and are not prefilled yet. If there are any, return only those waiting
+        requests whose prefill would begin within HORIZON steps of the largest size, so that no request occupies a row
+        and pages long before its turn.
         """
         if not waiting:
             return []
@@ -229,22 +248,23 @@ class Scheduler:
     def victim(self, running: Sequence[Work]) -> Work:
         """Return the request that gives way when pages run out: the one with the latest deadline.
 
-        The oldest request gives way only if it is alone.
+        The oldest request gives way only if no other request runs.
 
         Raises:
-            ValueError: nothing runs.
+            ValueError: no request runs.
         """
         if not running:
-            raise ValueError("nothing runs, so nothing can give way")
+            raise ValueError("running=[] has no request that could give way: pass at least one")
         oldest = min(running, key=lambda work: (work.arrived_s, work.id))
         others = [work for work in running if work is not oldest] or [oldest]
         return max(others, key=lambda work: (work.deadline_s, work.id))
 
     def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
-        """Return the running request that gives way so that a waiting one can start, or None.
+        """Return the running request that gives way so that `entrant` can start; None if no request gives way.
 
-        Its tenant has the highest level, above the waiting one's. Among these, unfinished prompts go before answers,
-        whose keys must be copied to the host, and later arrivals before earlier ones.
+        A request gives way only to an entrant whose tenant is at a lower level. Requests of tenants at the highest
+        level give way first. At the same level, requests in prefill give way before answering ones, whose keys would
+        have to be copied to the host; after that, the latest arrival gives way first.
         """
         level = self._level(entrant.tenant)
         return max(
@@ -259,7 +279,7 @@ class Scheduler:
         )
 
     def served(self, work: Work, tokens: int) -> None:
-        """Charge a request's tenant for tokens computed, of a prompt or of an answer."""
+        """Charge the request's tenant for `tokens` computed tokens of its prompt or answer."""
         ahead = max(self._served.get(work.tenant, 0.0), self._share) + tokens
         self._share += tokens / max(1, len(self._served))
         self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
@@ -271,7 +291,10 @@ class Scheduler:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
 
     def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int]) -> list[tuple[Work, int]]:
-        """Cut the shares to the largest size whose step takes at most step_s."""
+        """Cut the segments in `shares` to the largest size whose predicted step takes at most step_s.
+
+        If even the smallest size takes longer, return no segments, or the smallest size once `patience` is used up.
+        """
         for size in reversed(self.sizes):
             cut = _first(shares, size)
             rows = [(work.position, count * self.unit) for work, count in cut]
@@ -280,7 +303,10 @@ class Scheduler:
         return _first(shares, self.sizes[0]) if self._without >= self.patience else []
 
     def _order(self, name: str, now_s: float, works: Sequence[Work]) -> Iterator[Work]:
-        """Yield requests by level; within a level the timely ones, then the late ones."""
+        """Yield requests by the level of their tenants, lowest first; within a level, yield the late ones last.
+
+        `ageing` counts the decisions of `admit` and of `chunk` separately; `name` says which of the two this one is.
+        """
         if self.policy == "fcfs":
             yield from sorted(works, key=lambda work: (work.arrived_s, work.id))
             return
@@ -301,10 +327,11 @@ class Scheduler:
             yield from late
 
     def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
-        """Split requests into those that can be in time, by deadline, and late ones, by arrival (Moore and Hodgson).
+        """Split requests into timely and late ones by the rule of Moore and Hodgson, if prefill starts at `ends_s`.
 
         Returns:
-            both lists, and the time at which the prompts of the first list end if they start at `ends_s`.
+            the timely requests by deadline, the late requests by arrival, and the time at which the prefill of the
+            timely requests ends.
         """
         chosen: list[tuple[float, int, Work]] = []  # the longest first
         late: list[Work] = []
@@ -320,7 +347,7 @@ class Scheduler:
         return timely, sorted(late, key=lambda work: (work.arrived_s, work.id)), ends_s
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
-        """Note the active tenants, and forget idle ones that are no longer ahead of the share."""
+        """Record which tenants are active, and forget idle tenants that are no longer ahead of the share."""
         self._active[name] = {work.tenant for work in works}
         active = self._active["admit"] | self._active["chunk"]
         self._served = {t: v for t, v in self._served.items() if t in active or v > self._share}
@@ -329,7 +356,7 @@ class Scheduler:
 
 
 def _first(shares: Sequence[tuple[Work, int]], size: int) -> list[tuple[Work, int]]:
-    """Return the first `size` segments of the shares."""
+    """Return the first `size` segments of `shares`, which pairs each request with its number of segments."""
     found = []
     for work, count in shares:
         if size <= 0:

@@ -1,4 +1,4 @@
-"""Run text through the decoder in chunks of whole query tiles, and judge its next-token predictions.
+"""Run text through the decoder in chunks of whole query tiles, and score the next-token predictions.
 
 Each window of text runs under a policy with a separate cache. Each chunk yields its hidden states and its notes: the
 policy's final state, from which `policy.reads` counts keys. The output head then processes rows in blocks of ROWS, so
@@ -31,11 +31,11 @@ from tessera.runtime.step import allocate
 from tessera.sparse.contract import Policy
 
 CHUNK = 512
-"""Maximum rows per call, unless the query tile is larger. Smaller than generation's chunks (`step.CHUNK`), because a
-recorder holds masses over all keys for each of the chunk's query tiles."""
+"""Maximum number of rows per call, unless the query tile is larger. It is smaller than in generation (`step.CHUNK`),
+because a recorder (`sparse.recording`) holds masses over all keys for each query tile of the chunk."""
 
 ROWS = 256
-"""Rows of logits computed at a time. With a large vocabulary, more rows would not fit in memory."""
+"""Number of rows whose logits are computed at a time. With a large vocabulary, more rows would not fit in memory."""
 
 PolicyOf = Policy | Callable[[Any], Policy]
 """A policy, or a function that makes one from an array. Either is a static argument of jit. With a function, one
@@ -70,7 +70,10 @@ def run_chunk(
     config: ModelConfig,
     policy: PolicyOf,
 ) -> tuple[Float[Array, "1 T D"], Cache, Any]:
-    """Run the first `q_len` of T rows, from position `q_start`; return hidden states, cache and the policy's notes."""
+    """Run `q_len_B` tokens from position `q_start_B` on; return hidden states, cache and the policy's notes.
+
+    The rest of the T rows is padding.
+    """
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     policy = make_policy(policy, array)
     hidden, cache, notes = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -87,10 +90,10 @@ class Run:
 
     Args:
         model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype, as in `Session`.
-        policy: static; see `PolicyOf`.
-        num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass the
-            same number for sequences of several lengths.
-        array: argument of `policy` if that is a function; else None.
+        policy: the policy, or a function that makes it from `array`; static under jit.
+        num_keys: number of keys that the cache must hold. Each cache size compiles new programs, so pass the same
+            number for sequences of different lengths.
+        array: argument for `policy` if `policy` is a function; else None.
     """
 
     def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
@@ -140,11 +143,11 @@ def run_whole(
 
 
 class Scored(NamedTuple):
-    """Judgements of some rows of one run.
+    """How well some rows of a run predict their next tokens.
 
     Attributes:
         loss: -ln p of the next token, in nats.
-        right: whether the next token is the top-1 token.
+        right: whether the next token is the row's top-1 prediction.
     """
 
     loss: Float32[np.ndarray, "rows"]
@@ -157,8 +160,8 @@ class Compared(NamedTuple):
     Attributes:
         kl: KL(dense || policy), in nats.
         loss_dense, loss: -ln p of the next token under dense attention and under the policy, in nats.
-        right_dense, right: whether the next token is the top-1 token under dense attention and under the policy.
-        same: whether both have the same top-1 token.
+        right_dense, right: whether the next token is the top-1 prediction under dense attention and under the policy.
+        same: whether the top-1 predictions under dense attention and under the policy are the same.
     """
 
     kl: Float32[np.ndarray, "rows"]
@@ -186,12 +189,12 @@ def _compare_block(params, other, dense, ours, targets):
 
 
 def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Scored:
-    """Judge rows of a run over a window; row t predicts token t + 1.
+    """Score rows of a run over a window of W tokens; row t predicts token t + 1.
 
     Args:
-        hidden: [W,D] from `run_whole`.
-        tokens: [W] the window.
-        rows: positions to judge, below W - 1.
+        hidden: hidden states [W,D] from `run_whole`.
+        tokens: token ids [W] of the window.
+        rows: positions of the rows to score, all below W - 1.
     """
     return Scored(*_by_block(partial(_score_block, model.params), (hidden,), tokens, rows))
 
@@ -199,21 +202,26 @@ def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndar
 def compare_rows(
     model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray, *, other: Any = None
 ) -> Compared:
-    """Compare rows of a run, `ours`, with the same rows under `dense`; both are [W,D]. See `score_rows`.
+    """Compare rows of a run under a policy with the same rows under dense attention.
 
-    `other` is the model that made `ours`, if that is not `model`; its head computes the logits of `ours`.
+    Args:
+        model: the model.
+        dense: hidden states [W,D] under dense attention.
+        ours: hidden states [W,D] under the policy.
+        tokens, rows: as in `score_rows`.
+        other: the model that computed `ours`, if it is not `model`; its output head then computes the logits of `ours`.
     """
     judge = partial(_compare_block, model.params, (other or model).params)
     return Compared(*_by_block(judge, (dense, ours), tokens, rows))
 
 
 def predicting(tokens: np.ndarray) -> np.ndarray:
-    """Return the positions of all rows of a window but the last: their next token is in the window."""
+    """Return the positions of all rows of a window except the last, whose next token is not in the window."""
     return np.arange(len(tokens) - 1)
 
 
 def _by_block(judge: Callable[..., tuple], runs: tuple[np.ndarray, ...], tokens: np.ndarray, rows: np.ndarray) -> list:
-    """Judge ROWS rows at a time and join the results; the last block is padded with copies of its last row."""
+    """Call `judge` for ROWS rows at a time and join the results. Copies of the last row pad the last block."""
     blocks = []
     for first in range(0, len(rows), ROWS):
         part = rows[first : first + ROWS]

@@ -3,9 +3,9 @@
     folder/<digest of the salt>/<hash of the page>
 
 One file holds one page: checksum | length of the header | header | arrays. The checksum is keyed with the salt and
-covers the file's name, so it refuses a file that was cut short, damaged, renamed or moved from another model's folder.
-A file appears by a rename after its contents are on disk: a kill leaves a whole file or none, and at most a temporary
-file, which the next start removes.
+covers the file's name. It thus detects a file that was cut short, damaged, renamed or moved from another model's
+folder. A page is written to a temporary file, which is renamed once its contents are on disk. If the process is killed,
+the folder has the whole page or none, and at most a temporary file, which the next start removes.
 """
 
 import contextlib
@@ -31,26 +31,27 @@ logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
 LENGTH_BYTES = 8
 ALIGNMENT = 16
-"""Bytes. Each array starts at a multiple of this, so that NumPy can read it without a copy."""
+"""Each array starts at a multiple of this number of bytes, so that NumPy can read the array without a copy."""
 SLACK = 16
 """A full folder shrinks to 1 - 1/SLACK of its limit, so that one scan of all files makes room for several pages."""
 NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class Spill:
-    """Pages on disk by hash, for one salt.
+    """The pages on disk that belong to one salt, by hash.
 
-    The folder's limit holds for all salts together: the files least recently saved or loaded go first, whatever model
-    they belong to. Several processes may use one folder. Each notices the files of others only after it has written
-    1/16 of the limit, so each may exceed the limit by this much. After the constructor no method raises a system error.
+    The folder's limit holds for the pages of all salts together: the files least recently saved or loaded are removed
+    first, whatever their salt. Several processes may use one folder. Each of them notices the files of the others only
+    after it has itself written 1/16 of the limit, so each may exceed the limit by 1/16. Apart from the constructor, no
+    method raises OSError.
 
-    Save a page when it leaves the memory, children before parents (`Prefix(on_evict=...)`): parents are then newer and
-    outlive their children, without which they are still useful.
+    Save a page when it is evicted from memory, after the pages that continue it (`Prefix` calls `on_evict` in this
+    order). The page is then newer than those pages, which need it, and is removed from disk after them.
 
     Args:
-        folder: folder for all salts; made if missing. Files in it that are not pages stay.
+        folder: folder for the pages of all salts; made if missing. Files in it that are not pages are left alone.
         salt: the salt of the prefix cache.
-        limit_bytes: maximum bytes of all files together.
+        limit_bytes: maximum number of bytes of all pages together.
 
     Raises:
         ValueError: the salt is empty or the limit is not positive.
@@ -59,14 +60,14 @@ class Spill:
 
     def __init__(self, folder: str | os.PathLike, salt: bytes, limit_bytes: int):
         if not salt or limit_bytes < 1:
-            raise ValueError(f"a spill needs a salt and a positive limit, got {salt=}, {limit_bytes=}")
+            raise ValueError(f"{salt=} must not be empty and {limit_bytes=} must be at least 1")
         self.limit_bytes = limit_bytes
         self._root, self._key = Path(folder), hashlib.blake2b(salt, digest_size=32).digest()
         self._folder = self._root / self._key.hex()
         self._root.mkdir(parents=True, exist_ok=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         if os.name != "nt" and self._folder.lstat().st_uid != os.geteuid():
-            raise PermissionError(f"{self._folder} belongs to another user, who could change the keys: name another")
+            raise PermissionError(f"{self._folder} belongs to another user, who could change keys: use another folder")
         self._folder.chmod(0o700)  # keys tell what users wrote
         for place in self._places():
             remove_left(place)
@@ -80,7 +81,7 @@ class Spill:
         return self._path(hash).is_file()
 
     def save(self, hash: bytes, arrays: Sequence[np.ndarray]) -> bool:
-        """Write a page unless a file holds it already; return whether a file holds it now. Log a failure to write.
+        """Write a page unless it is on disk already; return whether it is on disk now. If writing fails, log why.
 
         Raises:
             ValueError: an array holds objects, records or texts, or numbers in another byte order.
@@ -91,7 +92,7 @@ class Spill:
         body = _encode(arrays)
         size = CHECKSUM_BYTES + len(body)
         if size > self.limit_bytes:
-            logger.warning("a page of %s bytes is larger than the spill's limit of %s", size, self.limit_bytes)
+            logger.warning("a page of %s bytes is larger than the spill's limit of %s bytes", size, self.limit_bytes)
             return False
         try:
             self._make_room(size)
@@ -104,7 +105,7 @@ class Spill:
         return self._touch(path)
 
     def load(self, hash: bytes) -> list[np.ndarray] | None:
-        """Return a page's arrays (read-only), or None if no whole file holds it. A damaged file is removed."""
+        """Return the arrays of a page (read-only), or None if it is not on disk. Remove a file that is damaged."""
         path = self._path(hash)
         try:
             data = path.read_bytes()
@@ -115,14 +116,14 @@ class Spill:
             return None
         body = memoryview(data)[CHECKSUM_BYTES:]
         if self._checksum(hash, body) != data[:CHECKSUM_BYTES]:
-            logger.warning("%s is cut short, damaged or of another model: removed", path)
+            logger.warning("%s is cut short, damaged or from another model: removed", path)
             self.remove(hash)
             return None
         self._touch(path)
         return _decode(body)
 
     def remove(self, hash: bytes) -> None:
-        """Remove a page, if a file holds it: `Prefix.forget` names those whose contents are bad."""
+        """Remove a page if it is on disk, for example because its contents are bad (`Prefix.forget`)."""
         with contextlib.suppress(OSError):
             self._path(hash).unlink(missing_ok=True)
 
@@ -135,7 +136,10 @@ class Spill:
         return _checksum(self._key, hash, body)
 
     def _touch(self, path: Path) -> bool:
-        """Make a file the newest, by a clock that is finer than the file system's; return whether the file exists."""
+        """Set a file's time to now, which makes it the newest file; return whether the file exists.
+
+        The time comes from a clock that is finer than the file system's.
+        """
         now = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
@@ -144,7 +148,8 @@ class Spill:
     def _make_room(self, size: int) -> None:
         """Remove the oldest files if `size` more bytes would exceed the limit.
 
-        `_used` counts the files at the last look and the `_written` bytes since, not what other processes write.
+        `_used` is the bytes at the last scan plus those that this process has written since (`_written`). It misses
+        what other processes have written since the scan.
         """
         if self._used + size <= self.limit_bytes and self._written < self.limit_bytes // SLACK:
             return
@@ -163,7 +168,7 @@ class Spill:
         return [path for path in self._root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yield time, bytes and path of every page on disk."""
+        """Yield (time in ns, number of bytes, path) of every page on disk."""
         for place in self._places():
             entries: list[os.DirEntry] = []
             with contextlib.suppress(PermissionError):  # another user's
@@ -175,7 +180,7 @@ class Spill:
 
 
 def audit(folder: str | os.PathLike) -> tuple[int, int]:
-    """Return how many pages under a spill's folder are whole, and how many are damaged."""
+    """Return how many pages in the folder of a `Spill` are whole, and how many are damaged."""
     whole = damaged = 0
     for path in Path(folder).glob("*/*"):
         if NAME.fullmatch(path.name) and NAME.fullmatch(path.parent.name):

@@ -1,16 +1,16 @@
 """Choose how the devices of a mesh share a prefill chunk: by heads, as they share weights and cache, or by rows.
 
 By heads, every device computes all rows with its part of the weights, and each layer adds up the activations twice (two
-all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from all devices;
-only queries, keys, values and outputs move between devices, from rows to heads and back. The cache thus stays split by
-heads, as decode needs it. Bytes that one of n devices sends per layer, for T rows of D numbers of b bytes, N query
-heads, K KV heads and head dim H:
+all-reduces). By rows, each device computes its own rows with all weights of the layer, gathered from all devices.
+Queries, keys and values then move from the devices of their rows to the devices of their heads, and attention outputs
+move back. The cache thus stays split by heads, as decode needs it. For T rows of D numbers of b bytes, N query heads, K
+KV heads and head dim H, each of n devices sends this many bytes per layer:
 
     by heads  4 (n - 1) / n * T * D * b
     by rows   (n - 1) / n * (weights of a layer + T / n * 2 (N + K) H b).
 
-In a short call the weights outweigh the activations, so sharing by heads sends fewer bytes below `Sharing.break_even`
-rows.
+In a short call, the weights have more bytes than the activations: below `Sharing.break_even` rows, sharing by heads
+sends fewer bytes.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tessera.core.memory import format_bytes
 from tessera.models.config import ModelConfig
 
 ROWS_PER_DEVICE = 16384
-"""Maximum rows of a chunk on one device. More rows would send fewer bytes per row, but need too much memory."""
+"""Maximum rows of a chunk on one device. A longer chunk sends fewer bytes per row, but takes too much memory."""
 
 
 class Sent(NamedTuple):
@@ -47,7 +47,7 @@ class Sharing:
     layer_bytes: int
 
     def sent(self, num_rows: int) -> Sent:
-        """Count the bytes by the module's formulas, for a chunk with `num_rows` rows, all sequences together."""
+        """Compute the bytes by the module's formulas for a chunk of `num_rows` rows, all sequences together."""
         share, config = (self.devices - 1) / self.devices, self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize
@@ -86,7 +86,7 @@ class Sharing:
         """Say in one sentence how a chunk of `rows` rows per sequence is shared, and why; see `by_rows`."""
         least, count = self.break_even, batch * rows
         if least is None:
-            return "prefill chunks are shared by heads: by rows, a device would send more bytes, whatever their length"
+            return "prefill chunks are shared by heads: by rows, a device would send more bytes for any chunk length"
         sent, how = self.sent(count), "rows" if self.by_rows(batch, rows) else "heads"
         said = (
             f"a prefill chunk of {count:,} rows is shared by {how}: a device sends {format_bytes(sent.by_heads)} per "

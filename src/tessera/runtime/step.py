@@ -3,7 +3,7 @@
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
 a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
 activations; both are linear in length.
-With `stripe`, a mesh deals each sequence to its devices in runs of `stripe` positions (`attention/context.py`).
+With `stripe`, each run of `stripe` positions of a sequence goes to the next device of a mesh (`attention/context.py`).
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ from tessera.runtime.spread import Sharing
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
-"""Maximum rows of one prefill call in generation. `score.CHUNK` is the limit for text that is scored."""
+"""Maximum number of rows of a prefill call in generation. When text is scored, the limit is `score.CHUNK`."""
 
 
 @program(static_argnums=0, static_argnames=("config", "batch", "num_keys", "dtype", "stacked", "stripe"))
@@ -50,8 +50,7 @@ def allocate(
     stacked: bool,
     stripe: int | None = None,
 ) -> Cache:
-    """Allocate an empty cache, split over the mesh by KV heads and, with a stripe, by positions; no device ever holds
-    all of it."""
+    """Allocate an empty cache in parts: a device only ever holds its KV heads and, with `stripe`, its positions."""
     return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
@@ -87,10 +86,10 @@ def prefill_chunk(
     stripe: int | None = None,
     spread: bool = False,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
-    """Run one prefill chunk; return the cache, `last_BD` and the reads.
+    """Run one prefill chunk; return the cache, the new `last_BD` and the key counts.
 
-    For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument `last_BD` is
-    not donated: the host waits for it after dispatching this chunk, to know that the chunk before has ended.
+    In the new `last_BD`, a sequence with rows in the chunk has the hidden state of its last row. The old `last_BD` is
+    not donated: after dispatching this chunk, the host waits for it, to know that the chunk before has ended.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -119,9 +118,9 @@ def decode_token(
     policy: Policy,
     stripe: int | None = None,
 ) -> tuple[Cache, Float[Array, "B V"], Reads | None]:
-    """Feed one token per sequence; return the cache, next-token logits and the reads.
+    """Feed one token per sequence; return the cache, next-token logits and the key counts.
 
-    Sequences that are not alive attend to nothing and count no reads.
+    Sequences that are not alive attend to nothing and count no keys.
     """
     positions = Positions(position_B, jnp.where(alive_B, position_B + 1, 0), alive_B.astype(jnp.int32))
     hidden, cache, state = forward(
@@ -140,7 +139,7 @@ def score_tokens(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Float[Array, "B T V"], Bool[Array, ""]]:
-    """Compute logits at every position in one call without a cache, and whether those outside padding are finite."""
+    """Compute logits at every position without a cache, and whether all logits outside padding are finite."""
     positions = Positions(jnp.zeros_like(q_len_B), q_len_B, q_len_B)
     hidden, _, _ = forward(params, tokens_BT, None, positions, config=config, policy=policy)
     out = logits(params, hidden)
@@ -159,7 +158,7 @@ def take_row(cache: Cache, row: Int32[Array, ""], stripe: int | None = None) -> 
 
 @program(static_argnames="stripe", donate_argnames="cache")
 def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
-    """Write a cache of one sequence into one row of a larger one."""
+    """Write a cache of one sequence into one row of a larger cache."""
     check_contiguous(cache)
 
     def write(x: Array, new: Array) -> Array:
@@ -174,9 +173,9 @@ class Session:
     Args:
         params, config, policy: the model's weights, config and attention policy.
         batch: number of sequences.
-        num_keys: minimum keys per sequence to allocate.
+        num_keys: minimum number of keys to allocate per sequence.
         sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None chooses them.
-        cache: dtype of keys and values, "int8" or None for the weights' own.
+        cache: dtype of keys and values: "int8", or None for the dtype of the weights.
     """
 
     def __init__(
@@ -209,17 +208,17 @@ class Session:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The argument `cache`: "int8", or None for the weights' dtype."""
+        """Value of the argument `cache`: "int8", or None for the dtype of the weights."""
         return None if self.cache.scales is None else "int8"
 
     def reserve(self, num_keys: int) -> None:
-        """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
+        """Grow the cache, if it is smaller, to hold `num_keys` keys per sequence; its contents are kept."""
         if self.bucket(num_keys) > self.num_keys:
             self.num_keys = self.bucket(num_keys)
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys and the last chunk's padding: XLA shifts writes past the end."""
+        """Return a cache size for `num_keys` keys and the last chunk's padding: XLA shifts writes past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
@@ -237,17 +236,17 @@ class Session:
             return None
         if len(self.sizes) > 1 or self.sizes[0] % parts:
             raise ValueError(
-                f"sizes={self.sizes} must be one chunk size, a multiple of the {parts} devices that share it"
+                f"sizes={self.sizes} must be one chunk size, a multiple of {parts}, because {parts} devices share it"
             )
         return self.sizes[0] // parts
 
     def align(self, position: int) -> int:
         """Round a position down to a multiple of the smallest chunk, and so of the query tile.
 
-        Before the returned position, keys that a prefill wrote equal those of a cold prefill of any longer prompt with
-        the same prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last
-        query tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU,
-        keys and selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
+        Before the returned position, a prefill wrote the keys that a prefill of any longer prompt with this prefix
+        would write: each query tile there was full, so the same rows ranked its key tiles. (A prompt's last query tile
+        may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
+        selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
 
@@ -258,11 +257,11 @@ class Session:
         return part
 
     def put(self, index: int, part: "Session") -> None:
-        """Replace one sequence by a session of batch 1 that `row` made."""
+        """Replace one sequence with the sequence of `part`, a session of batch 1 that `row` made."""
         self.cache = put_row(self.cache, part.cache, np.int32(index), stripe=self.stripe)
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Run the prompts' tokens from `start` on; return next-token logits and each chunk's reads; see `Prefill`."""
+        """Run a whole `Prefill` of the prompts from `start` on; return next-token logits and key counts per chunk."""
         run = Prefill(self, prompts, start)
         while not run.done:
             interrupt.check()
@@ -272,7 +271,7 @@ class Session:
     def chunk(
         self, last: Float[Array, "B D"], tokens: np.ndarray, first: int, q_len: np.ndarray
     ) -> tuple[Float[Array, "B D"], Reads | None]:
-        """Run one chunk of every sequence from position `first`; see `prefill_chunk`."""
+        """Run one chunk of every sequence from position `first` on; see `prefill_chunk`."""
         q_start = np.full(self.batch, first, np.int32)
         self.cache, last, reads = prefill_chunk(
             self.params,
@@ -291,7 +290,7 @@ class Session:
     def decode(
         self, token_B: Array, position_B: np.ndarray, alive_B: np.ndarray
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Feed one token per sequence at its position; return next-token logits and reads.
+        """Feed one token per sequence at its position; return next-token logits and key counts.
 
         Sequences that are not alive write a key at their position, too.
         """
@@ -312,8 +311,7 @@ class Session:
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
     def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
-        """Run every program of prefill, decode or both for this cache size once, on empty sequences; return their
-        number.
+        """Run the wanted programs (`prefill`, `decode`) once on empty sequences; return the number of programs.
 
         `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
         calls this for each cache size up to its longest request.
@@ -335,12 +333,12 @@ class Prefill:
     """A prefill of a session's whole batch, which runs chunk by chunk.
 
     Attributes:
-        position: position before which the device has computed every row.
+        position: the device has computed all rows before this position.
 
     Args:
         session: session whose cache is large enough for the prompts; see `Session.reserve`.
         prompts: token ids, one list per sequence.
-        start: position of the first token to run, a multiple of the smallest chunk; the cache holds the tokens before.
+        start: position of the first token to run, a multiple of the smallest chunk; the cache must hold earlier keys.
     """
 
     def __init__(self, session: Session, prompts: Sequence[Sequence[int]], start: int = 0):
@@ -359,10 +357,10 @@ class Prefill:
         return not self._chunks
 
     def advance(self) -> None:
-        """Dispatch the next chunk and wait for the one before it.
+        """Dispatch the next chunk and wait for the chunk before it.
 
-        The device always has a chunk to work on, so it never idles. The host learns how far the device is, and can
-        react to Ctrl-C between chunks.
+        The device thus always has a chunk to work on, and the host knows how far the device is and can react to Ctrl-C
+        between chunks.
         """
         first, size = self._chunks.popleft()
         before = self._last
@@ -374,7 +372,7 @@ class Prefill:
         self.position = first
 
     def scores(self) -> Float[Array, "B V"]:
-        """Compute the next-token logits, once every chunk has run."""
+        """Compute the next-token logits; every chunk must have run."""
         return read_head(self.session.params, self._last)
 
 
@@ -389,13 +387,13 @@ def needed(
     cache: str | None = None,
     division: Division = ONE_DEVICE,
 ) -> Footprint:
-    """Compute the bytes on one device while a prompt of `num_tokens` tokens is prefilled into a cache of `num_keys`."""
+    """Compute the bytes on one device while prompts of `num_tokens` tokens fill a cache of `num_keys` keys each."""
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
     return footprint(config, load, types=Types(weights=dtype, cache=cache or dtype, dtype=dtype), division=division)
 
 
 def stripe_rows(query_tile: int, parts: int) -> int:
-    """Return the positions per stripe, such that a chunk has about CHUNK rows and a stripe has whole tiles."""
+    """Return the number of positions per stripe: a chunk has about CHUNK rows, and a stripe has whole tiles."""
     return round_up(ceil_div(CHUNK, parts), lcm(max(TILES), query_tile))
 
 
@@ -407,9 +405,9 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
 
 
 def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
-    """Return the rows per sequence of a chunk that the devices share by rows; None to share by heads.
+    """Return the rows per sequence of a prefill chunk that devices share by rows; None if they share by heads.
 
-    See `Sharing.chunk`. On each device, the chunk's activations take at most as many bytes as the weights.
+    See `Sharing.chunk`. On each device, the activations of the chunk take at most as many bytes as the weights.
     """
     mesh = mesh_of(params)
     if num_head_parts(mesh) == 1 or num_stripes(mesh) > 1:
@@ -428,7 +426,7 @@ def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
 def require_room(
     params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int, cache: str | None = None
 ) -> None:
-    """Raise MemoryError if a device lacks room for the cache and for one chunk of a prompt of `num_tokens` tokens."""
+    """Raise MemoryError if a device has no room for the cache and a prefill chunk of prompts of `num_tokens` tokens."""
     mesh, devices = mesh_of(params), local_devices(params)
     parts, stripes = num_head_parts(mesh), num_stripes(mesh)
     sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "cache": cache}

@@ -1,4 +1,4 @@
-"""The prefix cache of a pool, which may keep pages on disk when they leave the memory."""
+"""The prefix cache of a pool; it can keep pages on disk when they are evicted from memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -40,7 +40,7 @@ class StoredPrefix(Prefix):
         return run
 
     def forget(self, pages: Iterable[int]) -> list[bytes]:
-        """Withdraw bad pages, as `Prefix.forget` does, from the disk too."""
+        """Withdraw bad pages, as `Prefix.forget` does, and remove them from disk; return the withdrawn hashes."""
         withdrawn = super().forget(pages)
         for name in withdrawn if self.spill is not None else ():
             self.spill.remove(name)

@@ -1,1 +1,1 @@
-"""Sparse attention policies, which decide what keys each query reads, and plans for them."""
+"""Sparse attention: policies, which decide what keys each query reads, and plans, which configure a policy."""

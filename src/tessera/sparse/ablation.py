@@ -1,7 +1,7 @@
 """Policies for calibration's experiments: some heads read almost nothing, or each head gets a given budget.
 
-The arrays in these policies may be traced, so one compiled program serves every layer and head. Such a policy is built
-inside the jitted call and is never hashed.
+The arrays in these policies may be traced, so one compiled program serves every layer and head. The policies are
+therefore built inside the jitted call and never hashed.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Tiling:
     score_rows: int = 4
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the call's spec with these tile sizes."""
+        """Return `spec` with the tile sizes of this tiling."""
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def always(self) -> dict[str, int]:
@@ -78,11 +78,11 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Every layer selects its own tiles by cheap scores, within the budget of each KV head.
+    """Attention in which every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head.
 
     Attributes:
         tiling: tile sizes, always-read keys, and how tiles are scored.
-        budgets_LK: fraction of the visible keys that a KV head reads besides the always-read ones.
+        budgets_LK: fraction of the visible keys that a KV head reads in addition to the always-read keys.
     """
 
     tiling: Tiling
@@ -133,10 +133,10 @@ class MassRecorder(Policy):
 
 
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
-    """Return [L,K,F]: the probability that attention would miss with each of the F budgets in GRID.
+    """Return the probability [L,K,F] that attention would miss with each of the F budgets in GRID.
 
-    With a budget, attention reads the always-read tiles and the heaviest others. Probabilities are summed over
-    sequences, query tiles, rows and query heads.
+    With a budget, attention reads the always-read tiles, and the heaviest other tiles that the budget allows.
+    Probabilities are summed over sequences, query tiles, rows and query heads.
     """
     shape = mass_LBKIJ.shape[1:]
     (tiles, count), budgets = jax.device_get(_near_and_budgets(positions, shape=shape, spec=spec, tiling=tiling))
@@ -159,7 +159,7 @@ def _near_and_budgets(
 ) -> tuple[Selection, list[Array]]:
     """Return the always-read tiles, and the number of tiles within each budget in GRID.
 
-    One jitted function compiles faster than its operations one by one.
+    This is one jitted function because its operations would take longer to compile one by one.
     """
     spec, always = tiling.spec(spec), tiling.always()
     near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())

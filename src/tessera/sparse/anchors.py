@@ -1,4 +1,4 @@
-"""Choose the anchor layers, which score all keys, and the head map, as in Kascade (arXiv 2512.16391).
+"""Choose the anchor layers, which score all keys, and map other layers' heads to theirs, as Kascade (arXiv 2512.16391).
 
 This module holds pure mathematics on small arrays: similarity, importance, and the dynamic program. `recording.py`
 gathers the arrays from a running model; `calibration/similarity.py` combines both.
@@ -18,8 +18,10 @@ PAPER_ANCHORS, PAPER_LAYERS = 5, 32
 
 
 def default_anchors(num_layers: int) -> int:
-    """Return the number of anchors in the paper's proportion, 5 of 32 layers, rounded up. At least 2, because layer 0
-    alone is a poor guide."""
+    """Return the number of anchors in the paper's proportion, 5 of 32 layers, rounded up.
+
+    It is at least 2 in a model of several layers, because the keys that layer 0 selects suit few other layers.
+    """
     scaled = round_up(num_layers * PAPER_ANCHORS, PAPER_LAYERS) // PAPER_LAYERS
     return min(max(2, scaled), num_layers)
 
@@ -46,10 +48,10 @@ def similarity(
     own_KIC: Int32[Array, "K I C"],
     always_KI: Float[Array, "K I"] | float = 0.0,
 ) -> Float[Array, "A K K I"]:
-    """Compute how well layer b would do with the keys that each earlier layer a chose, relative to its own choice.
+    """Compute how well layer b would do with the keys that each earlier layer a chose, relative to b's own choice.
 
     For each query tile, sim(a, b) = (P_b[always] + sum(P_b[I_a])) / (P_b[always] + sum(P_b[I_b])). It is 1 if b loses
-    nothing, which includes the case that b has no mass at all.
+    nothing, and also if b has no mass at all.
 
     Args:
         mass_KIJ: P_b, probability in layer b of the keys that a layer may choose from, summed over a query tile's rows.
@@ -81,11 +83,11 @@ def importance(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Arra
 def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tuple[int, ...]:
     """Return the M anchors that maximise the sum of score[anchor of l][l] over all layers l; the first is layer 0.
 
-    A dynamic program: the best sum over the layers below j with m anchors, of which layer i is the last, is
+    A dynamic program computes dp[m][j], the best sum over the layers below j with m anchors. With i as the last anchor,
 
         dp[m][j] = max over i of (dp[m-1][i] + sum over l from i to j-1 of score[i][l])
 
-    The anchors follow by backtracking from dp[M][L]. Ties go to the lower layer.
+    Backtracking from dp[M][L] yields the anchors. Ties go to the lower layer.
 
     Args:
         score_LL: score[a][b] = importance of b times similarity(a, b); only a <= b is read.
@@ -132,9 +134,9 @@ def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.nd
 
 
 def head_table(heads_LLK: Int32[np.ndarray, "L L K"], anchors: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return a plan's head_map [L][K]: for each head of a layer, the head of the layer's anchor whose choice it uses.
+    """Return a plan's head_map [L][K]: for each head of a layer, the anchor's head whose choice the head uses.
 
-    An anchor's heads use their own choice.
+    The anchor is the last one at or before the layer (`anchor_of`). An anchor's heads use their own choice.
     """
     num_layers, _, num_kv_heads = heads_LLK.shape
     return tuple(

@@ -18,7 +18,7 @@ from tessera.sparse.reads import count_read, count_visible, init_reads, record_r
 
 @dataclass(frozen=True, kw_only=True)
 class Counted(Policy):
-    """A policy whose only state is the count of keys read."""
+    """A policy whose only state is its key counts."""
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Reads:
         return init_reads(num_layers, shapes.batch)
@@ -29,7 +29,7 @@ class Counted(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Counted):
-    """Every query row reads every key that is visible to it."""
+    """Dense attention: every query row reads every key that is visible to it."""
 
     layers_alike = True
 
@@ -45,7 +45,7 @@ class Dense(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Counted):
-    """Every query row reads the first `sinks` keys and the last `window` keys, rounded out to whole tiles.
+    """Window attention: every row reads the first `sinks` and the last `window` keys, rounded out to whole tiles.
 
     A query tile reads every key tile that holds a sink or a key in the window of any of its rows. A row therefore reads
     at most query_tile + 2 * tile keys more than requested, and never fewer. Keys keep their absolute rotary positions
@@ -73,7 +73,7 @@ class Window(Counted):
         return "window"
 
     def select(self, positions: Positions, shapes: Shapes) -> Selection:
-        """Return the tiles of sinks and window as a selection, the same for every KV head."""
+        """Return the tiles that hold the sinks and the window as a selection, which is the same for every KV head."""
         num_tiles = ceil_div(shapes.num_queries, self.query_tile)
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         rows = jnp.minimum(positions.q_len[:, None] - row, self.query_tile)
@@ -100,9 +100,10 @@ class Window(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Counted):
-    """Every layer scores all keys exactly, then attends only to its best tiles. This is the best that top-k can do.
+    """Attention in which every layer scores all keys exactly, then attends only to the best tiles.
 
-    The oracle costs more than dense, because scoring reads every key; `reads` counts only the keys that it attends to.
+    This is the best that top-k selection of tiles can do. The oracle costs more than dense attention, because scoring
+    reads every key; `reads` counts only the keys that it attends to.
 
     Attributes:
         tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
@@ -164,11 +165,12 @@ class Oracle(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Cheap(Oracle):
-    """Every layer attends to the tiles that its own cheap scores rank best (`estimate.py`), or to random ones.
+    """Attention to the tiles with the best cheap scores of each layer (`estimate.py`), or to random tiles.
 
     Attributes:
-        score_keys, score_rows: as in `Estimate`.
-        summary: "mean", "minmax" (Quest), or, as the control, "random": tiles drawn at random per layer and query tile.
+        score_keys, score_rows: `keys` and `rows` of `Estimate`.
+        summary: "mean" or "minmax" (Quest), as in `Estimate`. "random" is a control that draws tiles at random for each
+            layer and query tile.
     """
 
     score_keys: int = 4

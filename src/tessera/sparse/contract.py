@@ -25,8 +25,8 @@ class Reads(NamedTuple):
 class Policy:
     """Decides, layer by layer, which keys attention reads. Subclasses are frozen and hashable, hence static under jit.
 
-    `layer` is a Python int when layers are unrolled and a traced int32 under `lax.scan`; a policy supports both.
-    State is an ordinary pytree that lives for one forward call; a policy keeps no other memory.
+    `layer` is a Python int when layers are unrolled and a traced int32 under `lax.scan`; a policy must support both.
+    The state is an ordinary pytree that lives for one forward call; a policy keeps no other memory.
     """
 
     @property
@@ -36,7 +36,10 @@ class Policy:
 
     @property
     def query_tile(self) -> int:
-        """Query positions that share a selection; prompts are cut at its multiples. A subclass may make it a field."""
+        """Number of query positions that share a selection. Prompts are cut into chunks at its multiples.
+
+        A subclass may make it a field.
+        """
         return 1
 
     @property
@@ -62,9 +65,9 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, layer: int | Array, x: Array, y: Array, positions: Positions, state: Any) -> Any:
-        """Return the state after seeing the residual stream before (x) and after (y) the attention block.
+        """Return the state, updated with the residual stream before (x) and after (y) the attention block.
 
-        Only recorders override this.
+        Only policies that record statistics override this (`recording.py`).
         """
         return state
 
@@ -75,15 +78,15 @@ class Policy:
     def at_length(self, num_tokens: int) -> "Policy":
         """Return the policy for a request that caches `num_tokens` tokens; by default, this policy.
 
-        `num_tokens` counts the prompt and max_new_tokens, even if fewer are generated, without the last token, which is
-        never fed back. The number does not change, so a request keeps one policy from its first token on.
+        `num_tokens` is the length of the prompt + max_new_tokens - 1, because the last token is never fed back. It does
+        not depend on how many tokens are generated, so a request keeps one policy from its first token on.
         """
         return self
 
     def at_position(self, position: int, unit: int) -> "Policy":
-        """Return the policy of the row at a position, whatever the request's length; by default, this policy.
+        """Return the policy of the token at a position, whatever the request's length; by default, this policy.
 
-        The policy changes only at multiples of `unit`. With pages, sequences that begin alike share keys, so a row's
-        policy must not depend on what comes after the row.
+        The policy changes only at multiples of `unit`. With pages, sequences that begin alike share keys, so a token's
+        policy must not depend on what comes after the token.
         """
         return self

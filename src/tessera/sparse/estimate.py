@@ -28,7 +28,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div, round_up
 
 BLOCK_SCORES = 512
-"""Blocks of keys scored per step. The scores of 96 rows then just fit in a second-level cache."""
+"""Number of key blocks scored per step. The scores of 96 rows then just fit in a CPU's second-level cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Estimate:
     """Parameters of the cheap scores.
 
     Attributes:
-        keys: consecutive keys that share one score; divides the tile.
+        keys: number of consecutive keys (a block) that share one score; must divide the tile.
         rows: every `rows`-th query row of a query tile is scored, including the last valid one.
-        summary: "mean" scores a block by its mean key; "minmax" by the largest score that a key within the block's
-            elementwise bounds could have (Quest, arXiv 2406.10774).
+        summary: "mean" scores a block by the mean of its keys; "minmax" by the largest score that a key within the
+            block's elementwise bounds could have (Quest, arXiv 2406.10774).
     """
 
     keys: int = 4
@@ -114,7 +114,7 @@ def estimate_mass(
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
 
-    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset stands for no row.
+    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset means no row.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1
@@ -125,8 +125,8 @@ class Blocks(NamedTuple):
     """Blocks of keys that one step scores: their means, or their upper and lower bounds, and the scales of int8 keys.
 
     Attributes:
-        sides: one or two arrays [B,K,X,H], X blocks.
-        k_scale: [B,K,1,X]; None unless blocks are single int8 keys.
+        sides: one array of means, or two arrays of upper and lower bounds; each is [B,K,X,H] for X blocks.
+        k_scale: scales [B,K,1,X] of int8 keys if each block is one key; else None.
     """
 
     sides: tuple[Array, ...]
@@ -178,7 +178,10 @@ def _summaries(
     summary: str,
     dtype: DTypeLike,
 ) -> Blocks:
-    """Summarise all `num_blocks` blocks of keys. If a block has several keys, those past kv_len count as zeros."""
+    """Summarise `num_blocks` blocks of `keys` keys each.
+
+    If `keys` is above 1, keys past kv_len count as zeros.
+    """
     if kv.pages is not None:
         kv = paging.read_positions(kv, jnp.int32(0), kv.num_keys)
     k, scale = _pick(kv.k, heads), None if kv.scales is None else _first_scales(kv.scales, heads)
@@ -210,9 +213,9 @@ def _query_tile(
     keys: int,
     per_step: int,
 ) -> Float[Array, "B K J"]:
-    """Sum the mass of one query tile's sampled rows; read(first) returns the blocks [first, first + per_step).
+    """Sum the tile masses of one query tile's sampled rows; read(first) returns the blocks [first, first + per_step).
 
-    Each step's sums are relative to the running maximum; at the end, all are rescaled by lse.
+    The sums of a step are relative to the maximum score so far; at the end, the sums of all steps are rescaled by lse.
     """
     batch, num_kv_heads, num_rows, groups, head_dim = q.shape
     per_tile = spec.tile // keys

@@ -35,7 +35,7 @@ class KascadeState(NamedTuple):
     Attributes:
         choice: the source's selection; with `budgets`, its masses [B,K,I,J] instead, from which each layer selects
             by its own budgets.
-        read: keys that the source's selection reads per KV head [B,K]; zeros with `budgets`.
+        read: number of keys that the source's selection reads per KV head [B,K]; zeros with `budgets`.
         reads: key counts of the layers so far.
     """
 
@@ -46,9 +46,9 @@ class KascadeState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kascade(Policy):
-    """Anchors score all keys, layers in `own` select by cheap scores, all other layers reuse a selection.
+    """Anchor layers score all keys, layers in `own` select by cheap scores, and all other layers reuse a selection.
 
-    The attributes are those of `Plan`.
+    The attributes are documented in `Plan`.
     """
 
     anchors: tuple[int, ...]
@@ -82,11 +82,11 @@ class Kascade(Policy):
         return "kascade"
 
     def at_length(self, num_tokens: int) -> Policy:
-        """Return `Dense` for requests below the measured cross-over, else this policy."""
+        """Return `Dense` for requests of fewer than `crossover_tokens` tokens, else this policy."""
         return Dense() if num_tokens < self.crossover_tokens else self
 
     def at_position(self, position: int, unit: int) -> Policy:
-        """Return `Dense` below the cross-over, rounded up to a multiple of `unit`; from there on, this policy."""
+        """Return `Dense` below `crossover_tokens`, rounded up to a multiple of `unit`; from there on, this policy."""
         return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def roles(self) -> tuple[str, ...]:
@@ -141,7 +141,10 @@ class Kascade(Policy):
     def select(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes
     ) -> Selection:
-        """Select the always-read tiles, and the others of largest mass [B,K,I,J] that this layer's budget allows."""
+        """Select the always-read tiles, and as many of the other tiles of largest mass as the layer's budget allows.
+
+        `mass` is [B,K,I,J].
+        """
         fraction, largest = self._budget(layer)
         return select_tiles(
             mass,
@@ -184,8 +187,7 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """Store this layer's choice for the layers that reuse it: its masses if the policy has `budgets`, else its
-        selection."""
+        """Store this layer's choice for the layers that reuse it: with `budgets` the masses, else the selection."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)
@@ -209,8 +211,11 @@ class Kascade(Policy):
         return self._sparse(layer, q, kv, spec, positions, state)
 
     def _scores(self, layer, q, kv: KeyValues, spec: AttentionSpec, positions: Positions) -> Array:
-        """Estimate tile masses. If `layer` is a Python int and no layer reuses it, heads with budget 0 or 1 get zeros,
-        because they need no masses."""
+        """Estimate tile masses.
+
+        If `layer` is a Python int and no layer reuses its choice, heads with budget 0 or 1 get zeros, because they need
+        no masses.
+        """
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         # On a mesh, picking heads would move keys between devices; each device scores all of its own heads instead.

@@ -20,12 +20,12 @@ HEADS = ("remap", "identity", "pooled")
 FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
     {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
 )
-"""Fields that a plan of schema 1 lacks, with the values it implies: no local keys, no sinks, no layer in `own`."""
+"""Fields that plans of schema 1 lack, and the values that they imply: no local keys, no sinks, no layer in `own`."""
 
 MAX_INT32 = 2**31 - 1
 MAX_QUERY_TILE = 1024
-"""Maximum query rows that share a selection. A chunk of a prompt holds whole query tiles, so large tiles make large
-chunks."""
+"""Maximum number of query rows that share a selection. A prompt is cut into chunks of whole query tiles, so large query
+tiles make large chunks."""
 _RATIOS = items(number(0, 1), "numbers from 0 to 1")
 _INDICES = items(integer(0, 1 << 16), "integers of at least 0")
 FIELDS = MappingProxyType(
@@ -60,24 +60,26 @@ class Plan:
         num_layers, num_kv_heads: sizes of that model, so that a mismatch is reported before anything runs.
         anchors: layers that read all keys, ascending; layer 0 is in `anchors` or in `own`.
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
-        head_map: [L][K]: for each KV head of a layer, the KV head of the layer's source whose choice it uses. The
-            source of a layer in neither `anchors` nor `own` is the last layer before it that is in either.
-        heads: "remap" (use head_map), "identity" (each head uses the source's head of that number), "pooled" (one
+        head_map: [L][K]: for each KV head of a layer, the source's KV head whose choice the head uses. The source of a
+            layer in neither `anchors` nor `own` is the last layer before it that is in one of these lists.
+        heads: "remap" (use head_map), "identity" (each head uses the source's head of the same number), "pooled" (one
             selection for all heads).
         tile: key positions per tile.
         query_tile: query positions that share a selection.
         local, sinks: keys just before the query tile, and first keys of the sequence, that are always read.
-        fraction: share of the visible keys that a layer reads besides the always-read ones.
-        minimum: minimum number of keys that a layer reads besides the always-read ones (all, if fewer are visible).
-        budgets: [L][K]: a fraction per layer and KV head instead of `fraction`. 1 reads all keys, 0 only the
-            always-read ones. Empty to use `fraction`.
+        fraction: fraction of the visible keys that a layer reads in addition to the always-read keys.
+        minimum: minimum number of keys that a layer reads in addition to the always-read keys (all keys, if fewer are
+            visible).
+        budgets: [L][K]: a fraction per layer and KV head instead of `fraction`. With 1, a head reads all keys; with 0,
+            only the always-read keys. Empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
-        crossover_tokens: requests of fewer tokens, max_new_tokens included, run dense, which is faster there.
-        promise: empty, or the target (`keep`, `max_kl`), the measured values (`measured`: those in MEASURED and
-            COUNTED), the lengths of the windows that were measured (`judged_tokens`), whether the budgets were set on
-            other windows (`fresh`), and whether the measured values meet the target (`held`).
+        crossover_tokens: requests of fewer tokens, max_new_tokens included, use dense attention, which is faster for
+            them.
+        promise: empty, or these fields: the target (`keep`, `max_kl`), the measured values (`measured`, with the names
+            in MEASURED and COUNTED), the lengths of the windows that were measured (`judged_tokens`), whether the
+            budgets were set on other windows (`fresh`), and whether the measured values meet the target (`held`).
         provenance: origin of the plan: corpus hash, date, tessera version, device.
-        metrics: measurements along the way: similarity, importance, recall, density, perplexity, cross-over times.
+        metrics: measurements during calibration: similarity, importance, recall, density, perplexity, cross-over times.
     """
 
     model: str
@@ -147,7 +149,7 @@ class Plan:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
-        """Raise ValueError unless the plan fits a model of this config (and, if given, exactly these weights)."""
+        """Raise ValueError unless the plan fits a model of this config and, if given, weights with this fingerprint."""
         remake = "make a plan for this model with `tessera calibrate`"
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
@@ -187,7 +189,7 @@ def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple
 
 
 def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless budgets is empty or [L][K] of fractions."""
+    """Raise ValueError unless `budgets` is empty, or is [L][K] and has only fractions from 0 to 1."""
     if not budgets:
         return
     if len(budgets) != num_layers or any(len(row) != num_kv_heads for row in budgets):
@@ -199,7 +201,7 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
 
 
 def check_choice(found: Any) -> None:
-    """Raise ValueError unless `found`, a plan or its policy, has a valid tile, fraction, cheap scores and `heads`."""
+    """Raise ValueError unless tile sizes, budget, cheap scores and `heads` of `found`, a plan or policy, are valid."""
     AttentionSpec(tile=found.tile, query_tile=found.query_tile)
     check_budget(found.fraction, found.minimum, found.local, found.sinks)
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
@@ -208,10 +210,10 @@ def check_choice(found: Any) -> None:
 
 
 def check_query_tile(size: int) -> None:
-    """Raise ValueError if the query tile would make the chunks of a prompt large.
+    """Raise ValueError if a query tile of `size` rows would make the chunks of a prompt too large.
 
-    A chunk is a multiple of both the query tile and 64 rows, so a query tile of 7,919, which is prime, would make
-    chunks of half a million rows.
+    The rows of a chunk are a multiple of the query tile and of 64. A query tile of 7,919 rows, which is a prime number,
+    would thus make chunks of half a million rows.
     """
     if size > MAX_QUERY_TILE or (size > 8 and size % 8):
         raise ValueError(f"query_tile={size} must be a multiple of 8 and at most {MAX_QUERY_TILE}, or below 8")
@@ -252,7 +254,7 @@ def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional
 
 
 def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless head_map is [L][K] of heads in range."""
+    """Raise ValueError unless head_map is [L][K] and has only numbers of KV heads."""
     if len(head_map) != num_layers or any(len(row) != num_kv_heads for row in head_map):
         shape = [len(head_map), len(head_map[0]) if head_map else 0]
         raise ValueError(f"head_map has shape {shape} instead of [{num_layers}, {num_kv_heads}]")
@@ -262,7 +264,7 @@ def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_k
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan once their types are checked; the error names the first wrong one."""
+    """Check the names and values of a plan's fields and return the fields; the error names the first wrong field."""
     if unknown := sorted(found.keys() - FIELDS.keys()):
         raise ValueError(f"unknown fields {quoted(unknown)}")
     for name in FIELDS:

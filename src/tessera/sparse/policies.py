@@ -2,7 +2,7 @@
 
 A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
 import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. If the
-user names no plan, `generate.find_plan` looks for one for kascade, and for no other policy.
+user names no plan, `generate.find_plan` looks for a plan if the policy is kascade, but not for any other policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,6 +52,9 @@ def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any)
         plan: required by kascade. With a plan, window takes its tile sizes, and oracle its tile sizes and budget, from
             the plan. The command line passes a plan only to kascade.
         options: fields of the policy to override, e.g. fraction=0.05.
+
+    Raises:
+        ValueError: a name or an option is unknown, a value is out of range, or kascade has no plan that fits.
     """
     if name not in POLICIES:
         raise ValueError(f"attention={name!r} must be one of {tuple(POLICIES)}")

@@ -3,11 +3,12 @@
 from tessera.sparse.plan import Plan
 
 FEWEST_ANSWERS = 5
-"""Minimum number of planted answers that dense must find. With fewer, the share that a plan keeps means nothing."""
+"""Minimum number of planted answers that dense attention must find. With fewer, the share that a plan keeps of them
+means nothing."""
 
 
 def promise_line(plan: Plan) -> str:
-    """Describe in one sentence what a plan keeps."""
+    """Describe in one sentence what a plan was asked to keep of dense attention's quality, and what it keeps."""
     if not plan.promise:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
@@ -33,7 +34,7 @@ def promise_note(plan: Plan | None) -> str:
 
 
 def promises_answers(plan: Plan) -> bool:
-    """Return whether dense found enough planted answers to judge the plan by."""
+    """Return whether dense attention found enough planted answers to judge the plan by them."""
     return plan.promise["measured"]["found_dense"] >= FEWEST_ANSWERS
 
 
@@ -91,4 +92,4 @@ def _answers(plan: Plan) -> str:
     if promises_answers(plan):
         return f"it keeps {found['found']} of {found['found_dense']} planted answers"
     dense = f"only {found['found_dense']}" if found["found_dense"] else "none"
-    return f"it promises nothing about answers, as dense finds {dense} of {found['asked']} planted ones"
+    return f"it promises nothing about answers, because dense finds {dense} of {found['asked']} planted answers"

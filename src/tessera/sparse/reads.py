@@ -17,19 +17,19 @@ def init_reads(num_layers: int, batch: int) -> Reads:
 def record_reads(
     reads: Reads, layer: int | Array, read_BK: Float[Array, "B K"], visible_BK: Float[Array, "B K"]
 ) -> Reads:
-    """Write one layer's counts, summed over KV heads."""
+    """Return the counters with one layer's counts, summed over KV heads."""
     return Reads(reads.read.at[layer].set(read_BK.sum(-1)), reads.visible.at[layer].set(visible_BK.sum(-1)))
 
 
 def count_visible(spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
-    """Count the keys that a dense pass reads, summed over query rows, per KV head."""
+    """Count the keys that a dense pass would read, per KV head, summed over query rows."""
     first, end = row_ranges(spec, positions, shapes.num_queries)
     total = (end - first).sum(-1, dtype=_accumulator(shapes)).astype(jnp.float32)
     return jnp.broadcast_to(total[:, None], (shapes.batch, shapes.num_kv_heads))
 
 
 def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
-    """Count the keys that are both selected and visible, summed over query rows, per KV head."""
+    """Count the keys that are both selected and visible, per KV head, summed over query rows."""
     num_tiles, capacity = selection.tiles.shape[-2:]
     rows = num_tiles * spec.query_tile
     bounds = row_ranges(spec, positions, rows)
@@ -41,5 +41,5 @@ def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, 
 
 
 def _accumulator(shapes: Shapes) -> jnp.dtype:
-    """Return int32, which is exact, for calls below 2^31 keys, else float32, which rounds."""
+    """Return int32, which is exact, for calls of fewer than 2^31 (row, key) pairs, else float32, which rounds."""
     return jnp.int32 if shapes.num_queries * shapes.num_keys < 2**31 else jnp.float32

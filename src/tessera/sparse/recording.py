@@ -1,7 +1,8 @@
 """Policies that record a model's attention for calibration and evaluation.
 
-The state of both policies is small: it holds sums or minima over one call's query tiles and, in `SimilarityRecorder`,
-each layer's best keys, but nothing of size T x S. The caller combines the states of several calls.
+The final state of each policy is small: it holds sums or minima over one call's query tiles and, in
+`SimilarityRecorder`, each layer's best keys, but nothing of size T x S. The caller combines the states of several
+calls.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ from tessera.sparse.kascade import Kascade
 NUM_KEYS = 64
 """Number of keys that each head chooses per query tile when two layers are compared; the paper's k for anchors.
 
-Always-read keys are not among them. The reference implementation counts the query tile's own 32 keys among its 64; a
-query tile of 64 or 128 would then leave no others.
+Always-read keys are not among these keys. The paper's implementation counts the query tile's own 32 keys among the 64;
+with query tiles of 64 or 128 rows, no other keys would be left to compare.
 """
 
 
@@ -37,7 +38,7 @@ class SimilarityState(NamedTuple):
         least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
         num_tiles: number of query tiles with more than NUM_KEYS keys to choose from.
         turned: [L] sum over tokens of 1 - cosine between the residual stream before and after the attention block.
-        num_tokens: tokens seen.
+        num_tokens: number of tokens summed over in `turned`.
     """
 
     ids: Array
@@ -56,7 +57,7 @@ class SimilarityRecorder(Policy):
 
     Attributes:
         query_tile: query positions pooled into one ranking, after the softmax.
-        pooled: pool over all KV heads too.
+        pooled: whether to pool over all KV heads, too.
         local: keys before the query tile's own that are always read.
         sinks: first keys of the sequence that are always read.
     """
@@ -116,7 +117,7 @@ class SimilarityRecorder(Policy):
     def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
         """Return the first and the end (exclusive) [B,I] of the keys that each query tile chooses from.
 
-        Without any such key, end <= first.
+        If there are none, end <= first.
         """
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         bounds = row_ranges(spec, positions, num_tiles * self.query_tile)
@@ -143,13 +144,14 @@ class RecallState(NamedTuple):
 class RecallRecorder(Policy):
     """Measures how much of dense attention's probability lies on the keys that a policy reads, per layer and KV head.
 
-    The probabilities follow from each layer's own q and k. Where a layer reads every key by definition, as Kascade's
-    anchors and all layers of Dense do, `held` is `total`.
+    The probabilities are computed from each layer's own q and k. If a layer reads every key by definition, as Kascade's
+    anchors and all layers of Dense do, `held` equals `total`.
 
     Attributes:
         policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
-        dense: return dense attention's output, so that each layer is judged on the inputs of a dense run. If false,
-            return the policy's output, so that each layer is judged on the inputs of the policy's run.
+        dense: if true, layers return the output of dense attention, so that each layer is judged on the inputs of a
+            dense run. If false, they return the policy's output, so that each is judged on the inputs of the policy's
+            run.
     """
 
     policy: Policy
@@ -161,11 +163,11 @@ class RecallRecorder(Policy):
 
     @property
     def query_tile(self) -> int:
-        """The policy's query tile, so that chunks are cut at its multiples."""
+        """Query tile of the recorded policy, so that prompts are cut at its multiples."""
         return self.policy.query_tile
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers that choose which keys to read. By definition, the others read every key."""
+        """Return the layers that choose which keys to read; all other layers read every key by definition."""
         match self.policy:
             case Kascade(anchors=anchors):
                 return tuple(layer for layer in range(num_layers) if layer not in anchors)
@@ -199,7 +201,7 @@ class RecallRecorder(Policy):
         """Return the tiles that the layer reads if it is sparse, given the policy's state after the layer.
 
         Raises:
-            TypeError: the policy is of a kind whose choice is not known here.
+            TypeError: the policy is none of the kinds that the class supports.
         """
         policy, where = self.policy, positions._asdict()
         match policy:
@@ -211,4 +213,4 @@ class RecallRecorder(Policy):
                 return policy.select(positions, shapes)
             case Dense():
                 return select_tiles(mass, spec, fraction=1.0, **where)
-        raise TypeError(f"recall cannot be recorded for {policy.name!r}: the keys that it reads are unknown here")
+        raise TypeError(f"recall cannot be recorded for {policy.name!r}: use a Kascade, Window, Oracle or Dense policy")

@@ -1,1 +1,1 @@
-"""Train a model on one device or a mesh: data, recipes, the loop, checkpoints."""
+"""Training of a model on one device or a mesh: data, recipes, the loop and checkpoints."""

@@ -31,7 +31,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint: the step that it follows, and its files in order of their processes."""
+    """A complete checkpoint: the number of steps done, and the files, in order of the processes that wrote them."""
 
     step: int
     files: tuple[Path, ...]
@@ -60,10 +60,10 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write this process's file of a checkpoint, whole or not at all; process 0 keeps only the last `keep` checkpoints.
+    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep` ones.
 
     Returns:
-        the file.
+        path of the file.
     """
     index, count = jax.process_index(), jax.process_count()
     number = f"-{index:05d}-of-{count:05d}" if count > 1 else ""
@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
 
 
 def remove(folder: Path, but: Sequence[Checkpoint]) -> None:
-    """Delete the files of all checkpoints older than the first of `but`. Newer files stay: a save may be under way."""
+    """Delete the files of all checkpoints older than but[0]. Newer files stay, because a save may be under way."""
     for path in folder.glob("checkpoint-*.safetensors"):
         place = FILE.fullmatch(path.name)
         if place and but and int(place[1]) < but[0].step:
@@ -95,7 +95,7 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
-    """Load the state of a checkpoint on a mesh, which need not be the one that wrote it.
+    """Load the state of a checkpoint onto `mesh`, which may differ from the mesh of the run that saved it.
 
     Each process reads only the parts that its devices hold.
 
@@ -110,7 +110,7 @@ def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
 
 
 def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
-    """Load the weights of a checkpoint, without the moments, into the host's memory; errors as in `load_checkpoint`."""
+    """Load the weights of a checkpoint, without the moments, into host memory. It raises as `load_checkpoint` does."""
 
     def whole(shape: tuple[int, ...], read: Callable[[Box], np.ndarray], wanted: bool) -> np.ndarray | None:
         return read(_box((slice(None),) * len(shape), shape)) if wanted else None
@@ -121,7 +121,11 @@ def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
 
 
 def _load(found: Checkpoint, recipe: Recipe, make: Callable[..., Any], marks: State) -> State:
-    """Build a state: each array is make(its shape, a function that reads a part of it, its entry in `marks`)."""
+    """Build a state from a checkpoint.
+
+    Each array is make(shape, read, mark): read(box) returns a part of the stored array, and `mark` is the array's entry
+    in `marks`.
+    """
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(safe_open(path, framework="numpy")) for path in found.files]
@@ -135,7 +139,7 @@ def _load(found: Checkpoint, recipe: Recipe, make: Callable[..., Any], marks: St
 
             return jax.tree_util.tree_map_with_path(load, jax.eval_shape(partial(init_state, recipe)), marks)
         except (SafetensorError, Damaged) as error:
-            raise ValueError(f"{found} is damaged ({error}): delete it to resume from the one before") from error
+            raise ValueError(f"{found} is damaged ({error}): delete it to resume from an older one") from error
 
 
 class Damaged(Exception):
@@ -143,7 +147,7 @@ class Damaged(Exception):
 
 
 def _held(state: State) -> Iterator[tuple[str, jax.Array]]:
-    """Yield the name and the value of each part that this process writes; only one process writes each part."""
+    """Yield the name and the value of each part that this process writes. Each part is written by one process only."""
     for number, (where, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
         name = jax.tree_util.keystr(where)
         for shard in leaf.addressable_shards:
@@ -159,7 +163,7 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def _pieces(files: Sequence[Any]) -> Mapping[str, list[Piece]]:
-    """List the parts in these files by the tensor that they belong to."""
+    """Return the parts in these files, grouped by the name of their tensor."""
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         for name in file.keys():
@@ -184,7 +188,9 @@ def _assemble(name: str, pieces: Sequence[Piece], like: jax.ShapeDtypeStruct, bo
         target = tuple(slice(start - first, end - first) for (start, end), (first, _) in zip(common, box))
         values = piece.file.get_slice(piece.name)[source] if source else piece.file.get_tensor(piece.name)
         if values.shape != out[target].shape or values.dtype != out.dtype:
-            raise Damaged(f"{piece.name} is {values.dtype}{list(values.shape)}")
+            raise Damaged(
+                f"{piece.name} is {values.dtype}{list(values.shape)}, not {out.dtype}{list(out[target].shape)}"
+            )
         out[target] = values
         filled += values.size
     if filled != out.size:

@@ -9,8 +9,8 @@ Every example is `length + 1` token ids with a weight per predicted token. Kinds
     notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
            them further on and at the end, in plain text or as a chat
 
-The text is the standard library of the running Python (PSF licence). Files are split by the hash of their name, and
-the documents of the demo are always held out.
+The text is the standard library of the running Python (PSF licence). The hash of a file's name decides whether the file
+is for training or held out; the documents of the demo are always held out.
 """
 
 import hashlib
@@ -57,12 +57,12 @@ class Batch(NamedTuple):
 
 
 CALIBRATION = "tk"
-"""Name that splits the held-out files: those that sort after it, a twelfth, are for calibration (except the demo's
-documents)."""
+"""Name that divides the held-out files. The files that sort after this name, about a twelfth, are for calibration,
+except the demo's documents."""
 
 
 class Split(NamedTuple):
-    """Token ids to train on, and held-out ones."""
+    """Token ids to train on, and held-out token ids."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -76,9 +76,9 @@ def library_files() -> list[tuple[str, Path]]:
 
 
 def is_held_out(name: str, calibration: bool | None = None) -> bool:
-    """Return whether a file is held out: one in twenty, by the hash of its name, and the demo's documents.
+    """Return whether a file is held out: one file in twenty, by the hash of its name, and each of the demo's documents.
 
-    With `calibration` True, only the calibration files count as held out; with False, only the others.
+    With `calibration` True, only the held-out files for calibration count; with False, only the other held-out files.
     """
     if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
         return False
@@ -87,18 +87,18 @@ def is_held_out(name: str, calibration: bool | None = None) -> bool:
 
 @lru_cache(maxsize=1)
 def library_corpus() -> Split:
-    """Read the standard library of the running Python, split by file, without the files of `library_calibration`."""
+    """Read the standard library of the running Python, split by file. Leave out the files of `library_calibration`."""
     return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
 
 
 def library_digest() -> str:
-    """Return a hash of the text of `library_corpus`, which differs between versions of Python."""
+    """Return a hash of the training text of `library_corpus`; the text differs between versions of Python."""
     return hashlib.sha256(library_corpus().train).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def library_calibration() -> np.ndarray:
-    """Read the held-out files reserved for calibrating plans: nothing trains or tests on them."""
+    """Read the held-out files that are reserved for calibrating plans; training and tests do not use them."""
     return _library(lambda name: is_held_out(name, True))
 
 
@@ -107,7 +107,7 @@ def _library(wanted: Callable[[str], bool]) -> np.ndarray:
 
 
 def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
-    """Read your own text (a file or a folder of files) as tokens; hold out the last twentieth.
+    """Read the user's own text, a file or a folder of files, as tokens; hold out the last twentieth.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -122,7 +122,7 @@ def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
 
 
 def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
-    """Build the batch of one step; equal arguments give equal bits, whatever ran before."""
+    """Build the batch of one step. The same arguments always give the same batch, bit for bit."""
     rng = np.random.default_rng((seed, step))
     kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
     chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
@@ -138,7 +138,10 @@ def copy(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray
 
 
 def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw spans of random bytes, about half of them copied from an earlier place; new bytes have no weight."""
+    """Draw spans of random bytes, about half of them copied from an earlier place in the example.
+
+    New spans and the first three bytes of each copy have no weight, because they cannot be predicted.
+    """
     ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
     ids[:16], end = rng.integers(0, 256, 16), 16
     while end < size:
@@ -154,10 +157,10 @@ def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarr
 
 
 def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write lines of keys and values, repeatedly, in one wording: only the whole key identifies the value.
+    """Write lines of keys and values in one wording, each pair several times; only the whole key identifies the value.
 
-    The loss counts a value from its second occurrence on, and its first character most: a model that matches only the
-    last few characters cannot predict the first character.
+    The loss counts a value from its second occurrence on. The value's first character has the most weight: a model that
+    matches only the last few characters of the key cannot predict it.
     """
     count = int(rng.integers(2, max(4, min(size // 24, 24))))
     keys = list(dict.fromkeys(draw_keys(rng, count)))
@@ -183,7 +186,7 @@ def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray
 
 
 def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
-    """Draw a random slice, starting after a line break if one is near; repeat short text."""
+    """Draw a random slice of `size` tokens that starts after a line break, if one is near; repeat `ids` if shorter."""
     if len(ids) <= size:
         return np.resize(ids, size).astype(np.int32)
     start = int(rng.integers(0, len(ids) - size))
@@ -253,7 +256,7 @@ def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np
 
 
 def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
-    """Insert the notes in `hidden` at random depths of `body`, moved to line breaks, each question after its notes."""
+    """Insert the notes in `hidden` into `body` after random line breaks, each question after its notes."""
     inserts = []
     for lines, turn in hidden:
         depths = np.sort(rng.random(len(lines) + (turn is not None)))
@@ -290,17 +293,17 @@ def passkey_task(
     depth: float | None = None,
     chat: bool = False,
 ) -> Task:
-    """Hide a five-digit pass key in held-out library text; prompt and answer together are `length` tokens.
+    """Hide a five-digit pass key in held-out text; prompt and answer together are `length` tokens.
 
     Args:
         rng: draws the key, the depth and the text.
         length: tokens of prompt and answer.
         source: text to hide the key in (its held-out part); None is the standard library.
         depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
-        chat: ask as a chat turn.
+        chat: whether to ask in a chat turn; if not, the question follows the text.
 
     Returns:
-        prompt and answer token ids, and the depth.
+        the prompt, the answer, and the depth of the note, which follows the line break nearest to the wanted depth.
 
     Raises:
         ValueError: `length` is too short for the note and the question.

@@ -1,6 +1,6 @@
 """Made-up facts to hide in text and ask about: pass keys, constants, variable chains, tables.
 
-A fact's answer marks its value with \\x01 and \\x02: the part with the most weight in training.
+A fact's answer has its value between \\x01 and \\x02; training gives that part the most weight.
 """
 
 import re
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Fact(NamedTuple):
-    """Lines to hide, in order of appearance, and a question with its answer (value parts between \\x01 and \\x02)."""
+    """Lines to hide, in order of appearance, and a question with its answer (value between \\x01 and \\x02)."""
 
     notes: tuple[str, ...]
     question: str
@@ -37,7 +37,7 @@ WORDS = (
 
 
 def number(rng: np.random.Generator, digits: int | None = None) -> str:
-    """Draw a random number without a leading zero."""
+    """Draw a random number of `digits` digits without a leading zero; None draws one to seven digits."""
     digits = digits or int(rng.choice([1, 2, 3, 4, 5, 6, 7], p=[0.05, 0.1, 0.2, 0.15, 0.3, 0.1, 0.1]))
     return str(rng.integers(10 ** (digits - 1), 10**digits))
 
@@ -108,7 +108,7 @@ def chain(rng: np.random.Generator) -> Fact:
 
 
 def table(rng: np.random.Generator) -> list[Fact]:
-    """Draw a block of constants, one row each; the first fact carries the whole block as its note."""
+    """Draw a block of constants, one per line, and facts about some of them; the first fact's note is the block."""
     count = int(rng.integers(3, 16))
     names = [constant_name(rng) for _ in range(count)] if rng.random() < 0.5 else sibling_names(rng, count)
     names = list(dict.fromkeys(names))
@@ -176,7 +176,7 @@ def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def draw_facts(rng: np.random.Generator, size: int) -> list[list[Fact]]:
-    """Draw facts for a document of this size, in groups that share their notes; no question is drawn twice."""
+    """Draw facts for a document of `size` tokens. The facts of a group share notes; no question is drawn twice."""
     groups, seen = [], set()
     for _ in range(int(rng.integers(1, 2 + min(size // 80, 40)))):
         kind = rng.random()

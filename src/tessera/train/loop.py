@@ -52,7 +52,7 @@ from tessera.train.state import State, optimizer, shardings, start
 
 
 class Sums(NamedTuple):
-    """Sums over a batch: weighted cross-entropy, weight, answer tokens predicted right, and answer tokens."""
+    """Sums over a batch: weighted cross-entropy, weights, correctly predicted answer tokens, and all answer tokens."""
 
     loss: Array
     weight: Array
@@ -62,7 +62,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Result of a run: weights, steps done, and the folder written in Hugging Face layout."""
+    """Result of a run: the weights, the number of steps done, and the folder of the model in Hugging Face layout."""
 
     params: Params
     step: int
@@ -98,7 +98,9 @@ def loss_sums(
     Parameters that the mesh splits are gathered where they are used.
     """
     if has_quantised(params):
-        raise ValueError("quantised weights cannot be trained, as integers have no gradient: load without weights=")
+        raise ValueError(
+            "quantised weights cannot be trained, because integers have no gradient: load the model without `weights`"
+        )
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     gather = None
     if mesh is not None and mesh.shape[SHARD] > 1:
@@ -122,9 +124,9 @@ def loss_sums(
 def train_step(
     state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage, mesh: Mesh | None = None
 ) -> tuple[State, tuple[Array, Array, Array]]:
-    """Run one update over `stage.accumulate` slices of the batch, on the devices of a mesh (None: those of `state`).
+    """Run one update over `stage.accumulate` slices of the batch, on `mesh` or, with None, on the devices of `state`.
 
-    Returns (state, (loss, share of answer tokens right, gradient norm)).
+    Return (state, (loss, share of answer tokens predicted correctly, gradient norm)).
     """
     placed = State(None, None) if mesh is None else shardings(recipe, mesh)
 
@@ -161,7 +163,7 @@ def train_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Checked arguments of `train`, with its text and tokenizer read; `last` is the step to stop at."""
+    """Checked arguments of `train`, and the text and the tokenizer that it has read; `last` is the step to stop at."""
 
     recipe: Recipe
     mesh: Mesh
@@ -184,26 +186,27 @@ def train(
 ) -> Trained:
     """Run a recipe to its end, resuming from the newest checkpoint in `out` if there is one.
 
-    Writes checkpoint-*.safetensors (the last two), loss.jsonl, loss.svg and, at the end, model/ (Hugging Face layout).
-    With several processes (`jax.distributed`), each calls this with equal arguments; all must see the folder.
+    Write checkpoint-*.safetensors (the last two), loss.jsonl, loss.svg and, at the end, model/ (Hugging Face layout).
+    With several processes (`jax.distributed`), each must call this with the same arguments, and all must see the same
+    folder.
 
     Args:
         recipe: the model, its data and its optimizer.
         out: folder; created if missing.
-        mesh: devices that share the work, like "data=8", "shard=8" or "data=2,shard=4" (`train.mesh`). A run may resume
-            on another mesh. None is data parallel on all devices; a batch that they cannot share equally runs whole on
-            each.
+        mesh: devices that share the work, such as "data=8", "shard=8" or "data=2,shard=4" (`train.mesh`). A run may
+            resume on another mesh. None means data parallelism on all devices; if they cannot share a batch equally,
+            each of them computes the whole batch.
         save_every_s: seconds between checkpoints.
-        until: stop after this many steps in total; None is the recipe's end.
-        console: where progress goes; None is standard error.
+        until: number of steps in total after which to stop; None means the end of the recipe.
+        console: where to print progress; None means standard error.
 
     Raises:
         ValueError: the folder holds another recipe's run, the text is too short, the loss is not finite, or the mesh
             cannot share the model or a batch.
-        MemoryError: the state of training, or a batch's scores over the vocabulary, do not fit.
+        MemoryError: the state of training, or the logits of a batch, do not fit in memory.
         OSError: another process trains in this folder.
         FileNotFoundError: the recipe's text does not exist.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to resume.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint is written first, and the message says how to resume.
     """
     if until is not None and until < 0:
         raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
@@ -274,14 +277,15 @@ def _train(run: Run) -> Trained:
 
 
 def _resumed(run: Run) -> tuple[State, int]:
-    """Return state and step of the newest checkpoint, or of the start. Process 0 decides which one that is."""
+    """Return the state and step of the newest checkpoint that process 0 sees, or a new state and 0 if it sees none."""
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.folder)}
     step = told_by_lead(max(found, default=-1))
     if step < 0:
         return start(run.recipe, run.mesh), 0
     if step not in found:
         raise ValueError(
-            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: give all the same folder"
+            f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: use a folder that all "
+            "processes share"
         )
     state = load_checkpoint(found[step], run.recipe, run.mesh)
     if step > run.recipe.steps:
@@ -296,7 +300,7 @@ def _draw(run: Run) -> None:
 
 
 def check_room(recipe: Recipe, mesh: Mesh) -> None:
-    """Raise MemoryError if the state and its gradients, or the float32 scores of one slice of a batch, do not fit."""
+    """Raise MemoryError if the state and the gradients, or the float32 logits of one slice of a batch, do not fit."""
     devices, count = list(mesh.local_devices), num_parameters(recipe.config)
     what = f"training {count:,} parameters (float32 weights, gradients and two moments)"
     require(16 * count // mesh.shape[SHARD], devices, what, "share them among more devices (mesh shard=N)")
@@ -308,7 +312,7 @@ def check_room(recipe: Recipe, mesh: Mesh) -> None:
 
 
 def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int, mesh: Mesh) -> tuple[State, dict[str, Any]]:
-    """Run one step on its batch, and return the new state and the log record."""
+    """Build the batch of a step and run the step; return the new state and the record for the log."""
     stage, _ = recipe.stage_at(step)
     began = time.perf_counter()
     batch = data.make_batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)
@@ -338,8 +342,8 @@ def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int, mesh: 
 def stop_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in a list, so that training stops between two steps.
 
-    A step donates its state, so dying within one would lose the state. If the program has installed its own handler of
-    SIGINT, such as the command line's (`interrupt`), that handler stays.
+    A step donates the state, so a process that ended during a step would lose the state. If the program has its own
+    handler for SIGINT, such as the one of the command line (`interrupt`), that handler stays.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The record of a training run: its loss log, the plot of it, and the progress line."""
+"""The record of a training run: the loss log, a plot of the log, and the progress line."""
 
 import json
 import math
@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 30.0
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a loss log; a line that a kill cut short ends the log."""
+    """Read a loss log up to the first line that is out of order or incomplete, as after a kill."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
@@ -32,7 +32,7 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def open_log(path: Path, step: int):
-    """Open a loss log for appending after `step`; drop the lines that a killed run wrote past it or left incomplete.
+    """Open a loss log for appending after `step`; drop lines of later steps and incomplete lines of a killed run.
 
     Raises:
         ValueError: the log ends before `step`, so it does not belong to the checkpoint.
@@ -40,7 +40,8 @@ def open_log(path: Path, step: int):
     lines = read_losses(path)
     if len(lines) < step:
         raise ValueError(
-            f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore the log or use a new folder"
+            f"{path} ends at step {len(lines)}, but the checkpoint is at step {step}: restore the log, or use a new "
+            "folder"
         )
     kept = "".join(json.dumps(line) + "\n" for line in lines[:step])
     write_whole(path, lambda temporary: write_text(temporary, kept))
@@ -93,7 +94,7 @@ def clock(seconds: float) -> str:
 
 
 def draw_losses(lines: list[dict[str, Any]], path: str | os.PathLike, title: str = "") -> None:
-    """Plot the loss and the share of right answer tokens over the tokens seen, with each stage's sequence length."""
+    """Plot the loss and the share of right answer tokens over the tokens seen; mark changes of the sequence length."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,10 @@
 """The devices that train one model: a mesh with the axes "data" and "shard".
 
-All devices share each batch by rows. Along "shard" they also share the weights, the gradients and the optimizer's
-moments, each split equally (`core.mesh.TRAINING_RULES`): a layer's weights are gathered when it runs, forward and
-backward, and the sum of its gradients is split like the weights (Rajbhandari et al., arXiv 1910.02054, stage 3). Along
-"data" each device holds a copy. XLA inserts the collectives; `gathered` only sets shardings.
+All devices share each batch by rows. The devices along "shard" also share the weights, the gradients and the
+optimizer's moments, each split equally (`core.mesh.TRAINING_RULES`): the weights of a layer are gathered when the layer
+runs, forward and backward, and the sum of its gradients is split like the weights (Rajbhandari et al., arXiv
+1910.02054, stage 3). The devices along "data" hold equal copies of all three. XLA inserts the collectives; `gathered`
+only sets shardings.
 """
 
 import os
@@ -44,7 +45,7 @@ def parse(text: str) -> MeshShape:
     """Read the shape of a mesh: "data=8", "shard=4" or "data=2,shard=4".
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text does not have one of these forms.
     """
     found = re.findall(r"(data|shard)=([1-9]\d{0,5})(?:,|$)", text)
     if ",".join(f"{axis}={size}" for axis, size in found) != text or len(dict(found)) != len(found) or not found:
@@ -104,10 +105,10 @@ def build(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh
 
 
 def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
-    """Return the mesh that a text describes; None is data parallel on all devices.
+    """Return the mesh that `text` describes (see `parse`); None means data parallelism on all devices.
 
     Raises:
-        ValueError: the text has another form, or the mesh cannot train the recipe.
+        ValueError: the text does not describe a mesh, or the mesh cannot train the recipe.
     """
     if text is None:
         return build(MeshShape(data=jax.device_count()))
@@ -117,15 +118,16 @@ def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
 
 
 def row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...]:
-    """Return the logical axes of a batch [B,T]: all devices share its rows if they divide evenly, else none do.
+    """Return the logical axes of a batch of `num_rows` rows: ("batch",) if the devices can share the rows equally.
 
-    On a mesh that the user names, the rows always divide evenly, because `check` requires it.
+    If they cannot, return (): each device then computes the whole batch. On a mesh that the user names, they always
+    can, because `check` requires it.
     """
     return ("batch",) if num_rows % mesh.size == 0 else ()
 
 
 def gathered(weights: Layer | Params, table: Sequence[Weight], mesh: Mesh) -> Layer | Params:
-    """Return the weights of this table whole on every device; each gradient comes back split as its weight is."""
+    """Return `weights` with the weights in `table` whole on every device; each gradient is split like its weight."""
     return replace(weights, **{w.name: _whole(getattr(weights, w.name), sharding(mesh, w.axes)) for w in table})
 
 
@@ -152,21 +154,24 @@ def is_lead() -> bool:
 
 
 def told_by_lead(value: int) -> int:
-    """Return process 0's value in every process; wait until all processes have called this."""
+    """Return the value of process 0 in every process, after all processes have called this function."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def anywhere(*flags: bool) -> tuple[bool, ...]:
-    """Return for each flag whether it is set in any process. All processes must call this together."""
+    """Return for each flag whether it is set in any process; every process must call this function."""
     if jax.process_count() == 1:
         return flags
     return tuple(bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(0))
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes if one of them does not see process 0's folder: all write checkpoints there."""
+    """Raise ValueError in all processes if one of them does not see the folder of process 0.
+
+    All processes write their parts of checkpoints into that folder.
+    """
     if jax.process_count() == 1:
         return
     mark = folder / f".shared.{os.getpid()}{TEMPORARY}"

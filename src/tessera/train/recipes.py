@@ -17,12 +17,13 @@ class Stage:
     """Training steps with batches of one shape.
 
     Attributes:
-        length: tokens predicted per sequence.
-        batch: sequences per step.
+        length: number of tokens to predict per sequence.
+        batch: number of sequences per step.
         steps: number of updates.
         mixture: kinds of example (data.KINDS) and their shares.
-        rate: learning rate at the first step; it changes linearly to `last_rate`, or stays constant if that is None.
-        accumulate: number of slices of a batch, which run one after another to bound memory.
+        rate: learning rate at the first step.
+        last_rate: learning rate at the last step, which the rate approaches linearly; None keeps the rate constant.
+        accumulate: number of slices into which a batch is cut; they run one after another to bound memory.
         remat: whether the backward pass recomputes each layer's activations instead of storing them.
     """
 
@@ -55,19 +56,19 @@ class Recipe:
     """A model, its data and its optimizer.
 
     Attributes:
-        name: label for people.
+        name: name for display; it does not affect the training.
         config: the model.
         stages: the stages, in the order in which they run.
         seed: seed of the weights and of every batch.
         warmup: steps over which the learning rate rises from zero.
         clip: maximum global norm of the gradient.
-        weight_decay: decoupled decay, of matrices only.
+        weight_decay: decoupled weight decay, which applies to matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
         look_back: whether two heads of layer 0 start out attending mostly to the tokens one and two positions back
             (`state.look_back`).
-        text: folder or file to train on; None is the standard library of the running Python.
-        base: Hugging Face folder to start from; None is fresh weights.
+        text: folder or file to train on; None means the standard library of the running Python.
+        base: Hugging Face folder to start from; None means fresh weights.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Total steps of all stages."""
+        """Total number of steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def stage_at(self, step: int) -> tuple[Stage, int]:
@@ -113,14 +114,14 @@ class Recipe:
         raise ValueError(f"{step=} is past the recipe's {self.steps} steps")
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate: linear within a stage, times a warm-up that rises over the first steps."""
+        """Return the learning rate of a step: linear within a stage, times a warm-up factor in the first steps."""
         stage, within = self.stage_at(step)
         last = stage.rate if stage.last_rate is None else stage.last_rate
         rate = stage.rate + (last - stage.rate) * within / max(stage.steps - 1, 1)
         return rate * min(1.0, (step + 1) / self.warmup)
 
     def flops(self, first: int, last: int) -> float:
-        """Count the model FLOPs of the steps first to last - 1."""
+        """Count the model FLOPs of the steps `first` to `last` - 1."""
         total, begin = 0.0, 0
         for stage in self.stages:
             steps = max(min(last, begin + stage.steps) - max(first, begin), 0)
@@ -187,7 +188,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""Recipe of the shipped model, which first learns to copy 24 tokens; then the length grows to the whole context."""
+"""Recipe of the demo model. It starts with copying on 24 tokens; the length then grows to the whole context."""
 
 TINY = Recipe(
     name="tiny",
@@ -207,7 +208,7 @@ TINY = Recipe(
     ),
     warmup=5,
 )
-"""Recipe of a run of a few seconds, with two stages, accumulation and a falling learning rate."""
+"""Recipe for a run of a few seconds, with two stages, accumulation and a falling learning rate."""
 
 RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}
 
@@ -223,9 +224,10 @@ def text_recipe(
     rate: float = 1e-3,
     compute_dtype: str = "float32",
 ) -> Recipe:
-    """Build a recipe for next-token training on your own text, from fresh weights or a Hugging Face folder (`base`).
+    """Build a recipe for next-token training on the user's text, from fresh weights or a Hugging Face folder (`base`).
 
-    `config` must be the base's own (models.checkpoint.read_config). The rate falls linearly to a tenth.
+    With `base`, `config` must be the config of that folder (`models.checkpoint.read_config`). The learning rate falls
+    linearly to a tenth of `rate`.
     """
     stage = Stage(length=length, batch=batch, steps=steps, mixture=(("text", 1.0),), rate=rate, last_rate=rate / 10)
     return Recipe(
@@ -242,8 +244,8 @@ def text_recipe(
 def train_flops_per_token(config: ModelConfig, length: int) -> float:
     """Count forward and backward FLOPs per token of causal sequences: 6 P + 6 L S N H.
 
-    P is the number of parameters, L of layers, S the sequence length, N the number of heads and H their dim. Causal
-    attention computes half of the S x S scores.
+    P is the number of parameters, L the number of layers, S the sequence length, N the number of heads and H the head
+    dim. Causal attention computes half of the S x S scores.
     """
     attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
     return 6.0 * num_parameters(config) + attention

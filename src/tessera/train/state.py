@@ -1,4 +1,4 @@
-"""The state of training: float32 weights and AdamW's moments, their initial values, and their shardings on a mesh."""
+"""The state of training: float32 weights and AdamW's moments, with their initial values and their shardings."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Build the optimizer: gradient clipping, Adam, decoupled decay of matrices (not of norms and biases).
+    """Build the optimizer: gradient clipping, Adam, and decoupled weight decay of matrices (not of norms and biases).
 
     `train_step` applies the learning rate.
     """
@@ -53,9 +53,9 @@ def init_state(recipe: Recipe) -> State:
 
 
 def start(recipe: Recipe, mesh: Mesh) -> State:
-    """Return the state at step 0 on a mesh, with fresh weights or those of the recipe's base.
+    """Return the state at step 0 on a mesh, with fresh weights or the weights of the recipe's base.
 
-    Each device computes, or reads from the base's files, only what it holds.
+    Each device computes, or reads from the base's files, only the parts that it holds.
     """
     placed = shardings(recipe, mesh)
     if recipe.base is None:
@@ -73,7 +73,7 @@ def _begin(params: Params, recipe: Recipe) -> State:
 def shardings(recipe: Recipe, mesh: Mesh) -> State:
     """Return the sharding of each array of the state.
 
-    A moment is split as its weight is. All devices hold the optimizer's step count.
+    A moment is split like its weight. Every device holds the optimizer's step count.
     """
     params = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(recipe.config, mesh, dtype=jnp.float32))
     moments = jax.eval_shape(partial(init_state, replace(recipe, base=None))).optimizer
@@ -87,11 +87,11 @@ def shardings(recipe: Recipe, mesh: Mesh) -> State:
 def look_back(params: Params, config: ModelConfig) -> Params:
     """Initialise query heads 0 and 1 of layer 0 to attend mostly to the tokens one and two positions back.
 
-    If each KV head has only one query head, only head 0 is initialised so.
-    A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
-    they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i
-    cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying circuit, the
-    other half forms in a few hundred steps instead of thousands (LOG.md).
+    If each KV head has only one query head, only head 0 is initialised in this way.
+    A unit vector u is added to every embedding, and the q and k of these heads read only u. Before rotation, each of
+    them is thus the same at all positions. The rotary embedding, with frequencies f_i, turns the product of q and k
+    into sum_i cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying
+    circuit, the other half forms in a few hundred steps instead of thousands (LOG.md).
     """
     size, head = config.hidden_size, config.head_dim
     u = jax.random.normal(jax.random.key(7), (size,))
