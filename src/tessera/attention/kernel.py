@@ -111,7 +111,7 @@ class Kernel:
         Args:
             spec, shapes: options and sizes of the call.
             platform: platform that the call runs on: "cpu", "gpu" or "tpu"; None skips this check.
-            capability: compute capability of the GPU; None, for an unknown or no GPU, skips this check.
+            capability: compute capability of the GPU; None (unknown, or no GPU) skips this check.
             automatic: whether the call names no backend, so that `automatic_limit` applies.
         """
         if self.role != (role := role_of(spec, shapes)):

@@ -19,8 +19,8 @@ def prepare_simulator() -> None:
     """Configure JAX in this process to simulate chips. Call this before JAX initialises its devices.
 
     XLA gets eight threads, because simulated warpgroups wait for each other on XLA's threads and would deadlock on the
-    two threads of a small machine. Programs run in the caller's thread: dispatched asynchronously, a program may wait
-    on an XLA thread for an array copy that needs the same thread (https://github.com/jax-ml/jax/issues/25861).
+    two threads of a small machine. Programs run in the caller's thread: an asynchronous one would occupy an XLA thread
+    while it waits for an array copy that may need that same thread (https://github.com/jax-ml/jax/issues/25861).
     """
     import jax
 

@@ -222,8 +222,9 @@ class PagedLane:
             return True
         room = min(size, self.pool.width) * page
         error = f"prompt and answer need {row.ticket.answer.num_keys} keys, but a request may have {room}"
+        cause = "pages" if size < self.pool.width else "keys per request"
         self.waiting.remove(row.ticket)
-        self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten one of them, or allow more pages")))
+        self._events.append(fail(row.ticket, MemoryError(f"{error}: shorten one of them, or allow more {cause}")))
         return False
 
     def _enter(self, row: Row, index: int, matched: list[int]) -> None:

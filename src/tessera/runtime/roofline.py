@@ -157,8 +157,9 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 class Reading(NamedTuple):
     """Numbers of keys, summed over layers.
 
-    `own` counts the keys that layers with this role (`Kascade.roles`) score to select tiles; the keys that they then
-    read count as `sparse`. Each other field counts the keys that layers with this role read.
+    Each field is named after a role of layers (`Kascade.roles`) and counts the keys that layers with that role read.
+    The exception is `own`: it counts the keys that layers score to select tiles; the keys that they then read count as
+    `sparse`.
     """
 
     dense: float = 0.0

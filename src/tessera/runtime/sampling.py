@@ -172,7 +172,7 @@ def distribution(
 
 
 def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B 1"]:
-    """Return the lowest score that survives top-k, then top-p over the survivors, then min-p; values are [B,1]."""
+    """Return the lowest score that survives top-k, then top-p over the survivors, then min-p; each value is [B,1]."""
     ascending = jnp.sort(z_BV, axis=-1)
     vocab_size = z_BV.shape[-1]
     kth_B1 = jnp.take_along_axis(ascending, vocab_size - values.top_k, axis=-1)

@@ -314,7 +314,7 @@ class Session:
         """Run the wanted programs (`prefill`, `decode`) once on empty sequences; return the number of programs.
 
         `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
-        calls this for each cache size up to its longest request.
+        calls this for each cache size that requests can need, up to the longest that it was told of.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = self.no_rows()

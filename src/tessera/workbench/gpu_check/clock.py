@@ -25,7 +25,7 @@ class Samples(NamedTuple):
 
 
 class Clock:
-    """Clock that times calls with CUPTI, or with the host's clock if CUPTI is absent, in use or not permitted."""
+    """Clock that times calls with CUPTI, or with the host's clock if CUPTI is missing, forbidden or already in use."""
 
     def __init__(self, session: Session):
         self._flush_bytes = session.scale.flush_bytes

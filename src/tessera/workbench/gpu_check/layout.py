@@ -27,7 +27,7 @@ COLUMN = 8
 
 
 def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int) -> dict:
-    """Probe every slot of `tiles` query tiles; return a record's fields, whose sample is 0 misplaced slots.
+    """Probe every slot of `tiles` query tiles; return the fields of a record that counts 0 misplaced slots.
 
     Raises:
         ValueError: a slot is misplaced (the message names the first few), or lse is wrong.

@@ -74,7 +74,7 @@ MOST_MS = {"llama-3.1-70b": 9.0}
 
 
 def fewer_bits(records: Sequence[Record]) -> str:
-    """Show predictions for weights and caches in fewer bits: bytes per device, time per decoded token, and goals."""
+    """Show what is predicted if weights and caches take fewer bits: bytes per device, ms per token, met goals."""
     found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "planned step")}
     chosen = {name: r for name, r in found.items() if r.facts.get("decode_ms")}
     rows = []

@@ -16,7 +16,7 @@ GOAL = 0.99
 WINDOW_S = 1200.0
 """Seconds of constant load in each trial of the search for a capacity."""
 PRECISION = 1.05
-"""The search for a capacity ends when the smallest rate that failed / the largest rate that passed is at most this."""
+"""The search for a capacity ends when the smallest rate that failed is at most this times the largest that passed."""
 LOAD = 0.8
 """Load at a day's busiest moment, as a share of the capacity."""
 LOSSES = (0.39, 0.6, 0.83)

@@ -17,7 +17,7 @@ GOALS: Mapping[tuple[str, str], float] = {
     ("long", "dense, edf"): 2.0,
     ("mixed", "kascade, fcfs"): 2.0,
 }
-"""(mix, other pair) -> minimum of the first pair's capacity / the other pair's."""
+"""(mix, other pair) -> least acceptable ratio of the capacity of the first of PAIRS to the other pair's."""
 JAIN_GOAL, OTHERS_GOAL = 0.95, 1.5
 """Goals with a greedy tenant: minimum of Jain's index, and maximum of the others' p99 time to first token / the same
 without a greedy tenant."""

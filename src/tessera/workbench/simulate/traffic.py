@@ -23,7 +23,9 @@ SYSTEM_TOKENS = 1024
 SYSTEMS = 8
 VOCAB = 128256
 BEFORE_S = 1200.0
-"""Seconds before time 0 at which texts begin to arrive. Without their later requests, the rate would start too low."""
+"""Texts begin to arrive this many seconds before time 0. Otherwise their follow-up requests would be missing at time 0,
+and the rate would start too low.
+"""
 
 Kind = Literal["chat", "document", "128K"]
 
