@@ -87,7 +87,7 @@ class Kept:
         found_dense: number of probe answers all of whose tokens dense predicts correctly.
         found: number of these answers all of whose tokens the policy predicts correctly, too.
         density: keys read / keys visible, over all layers and heads.
-        tokens: number of text rows compared.
+        tokens: number of token positions of the text at which the policy is compared with dense.
     """
 
     text_kl: float
