@@ -35,7 +35,7 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 STRIDE = 4
-"""Step between compared rows of text; adjacent rows are nearly redundant."""
+"""Step in tokens between the text positions that are compared; adjacent positions are nearly redundant."""
 PROBE_WEIGHT = 1.0
 """Weight of the planted answers in the damage: one lost nat per answer token counts as much as this many nats of KL per
 text token."""
