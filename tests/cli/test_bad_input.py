@@ -203,7 +203,7 @@ def test_no_plan(capsys, folder):
     [
         ({"schema": 99}, "schema 99, newer than"),
         ({"model": "0123456789abcdef"}, "is of another model"),
-        ({"num_layers": 2, "head_map": [[0, 1]] * 2}, "its num_layers is 2, this model's 3"),
+        ({"num_layers": 2, "head_map": [[0, 1]] * 2}, "its num_layers is 2, but this model's is 3"),
         ({"tile": 24}, "tile=24 must be one of"),
         ({"anchors": [1]}, "anchors=[1] must ascend from 0"),
         ({"fraction": 1.5}, "fraction=1.5"),

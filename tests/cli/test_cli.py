@@ -110,22 +110,22 @@ def test_help_of_studies_says_defaults_in_words(capsys):
 
 
 UNKNOWN = {
-    "genrate": "tessera has no command genrate: did you mean generate? (tessera --help lists all)",
+    "genrate": "tessera has no command genrate: did you mean generate? (see tessera --help)",
     "llama-server": "tessera has no command llama-server: serve answers over HTTP",
-    "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (tessera --help lists all)",
-    "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (tessera gen",
+    "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (see tessera --help)",
+    "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (see ",
     "generate hi -ngl 99": "tessera generate has no flag -ngl: JAX takes the accelerator that it finds",
     "generate hi -c 4096": "tessera generate has no flag -c: the cache grows with the request",
     "generate hi -mli": "tessera generate has no flag -mli: use `tessera chat`, where a line that ends",
-    "generate hi -xyz": "tessera generate has no flag -xyz (tessera generate --help lists all)",
+    "generate hi -xyz": "tessera generate has no flag -xyz (see tessera generate --help)",
     "generate hi --presence-penalty 1": "tessera generate has no flag --presence-penalty: sampling has --temperature",
     "generate hi --dtype half": "tessera generate has no --dtype half: float16 weights are not supported: use bfloat16",
     "generate hi --dtype=bf16": "tessera generate has no --dtype bf16: use bfloat16",
-    "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (tessera calibrate --help",
-    "convert --model x": "tessera convert has no flag --model (tessera convert --help lists all)",
-    "fetch smollm2 more": "tessera fetch does not take 'more' there",
-    "study fuz": "tessera study has no command fuz: did you mean fuzz? (tessera study --help",
-    "study fuzz --mutation 3": "tessera study fuzz has no flag --mutation: did you mean --mutations? (tessera study",
+    "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (see tessera calibrate --help",
+    "convert --model x": "tessera convert has no flag --model (see tessera convert --help)",
+    "fetch smollm2 more": "tessera fetch takes no further argument, but got 'more': put quotes around",
+    "study fuz": "tessera study has no command fuz: did you mean fuzz? (see tessera study --help",
+    "study fuzz --mutation 3": "tessera study fuzz has no flag --mutation: did you mean --mutations? (see tessera",
 }  # fmt: skip
 
 

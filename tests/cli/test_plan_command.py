@@ -25,7 +25,7 @@ REFUSED = [
         "--compile supports the chips v5e, v5p, v6e, v7x, not --chip h100: drop --compile",
     ),
     ("llama-3.1-8b --devices 32 --compile", "--compile takes --devices of 1, 2, 4, 8, 16 on v6e, not 32"),
-    ("llama-3.1-8b --devices 16 --compile", "--devices 16 does not divide the model's 8 KV heads: drop --compile"),
+    ("llama-3.1-8b --devices 16 --compile", "8 KV heads, so the mesh needs a context axis, which --compile does not"),
     ("llama-3.1-8b --compile --limit-s nan", "--limit-s nan must be above 0 and at most"),
     ("llama-3.1-8b --picture none/fit.svg", "the folder none for --picture does not exist: create it"),
 ]

@@ -151,11 +151,11 @@ def test_what_is_wrong_inside_is_named(tmp_path, changes, message):
 
 def test_a_plan_of_another_model_is_refused():
     PLAN.check(CONFIG, "abc")
-    with pytest.raises(ValueError, match="another model: it was made for 'abc', this model is 'xyz'"):
+    with pytest.raises(ValueError, match="another model: it was made for 'abc', but this model is 'xyz'"):
         PLAN.check(CONFIG, "xyz")
-    with pytest.raises(ValueError, match="its num_layers is 3, this model's 4"):
+    with pytest.raises(ValueError, match="its num_layers is 3, but this model's is 4"):
         PLAN.check(replace(CONFIG, num_layers=4))
-    with pytest.raises(ValueError, match="its num_kv_heads is 2, this model's 4"):
+    with pytest.raises(ValueError, match="its num_kv_heads is 2, but this model's is 4"):
         PLAN.check(replace(CONFIG, num_kv_heads=4))
     with pytest.raises(ValueError, match="tile=128 does not fit this model's context of 64"):
         replace(PLAN, tile=128).check(replace(CONFIG, max_positions=64))

@@ -35,7 +35,7 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 STRIDE = 4
-"""Step between compared rows of text; adjacent rows are nearly redundant."""
+"""Step in tokens between the text positions that are compared; adjacent positions are nearly redundant."""
 PROBE_WEIGHT = 1.0
 """Weight of the planted answers in the damage: one lost nat per answer token counts as much as this many nats of KL per
 text token."""
@@ -87,7 +87,7 @@ class Kept:
         found_dense: number of probe answers all of whose tokens dense predicts correctly.
         found: number of these answers all of whose tokens the policy predicts correctly, too.
         density: keys read / keys visible, over all layers and heads.
-        tokens: number of text rows compared.
+        tokens: number of token positions of the text at which the policy is compared with dense.
     """
 
     text_kl: float

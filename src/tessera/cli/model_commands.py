@@ -30,7 +30,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a GGUF file, or any other model that loads, as a Hugging Face folder with float weights. The folder also
+    """Convert a GGUF file, or any other model that loads, to a Hugging Face folder with float weights. The folder also
     gets the model's Kascade plan, if there is one."""
 
     model: Annotated[str, tyro.conf.Positional]

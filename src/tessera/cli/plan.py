@@ -47,7 +47,7 @@ class Plan:
     limit_s: float = 900.0
     """With --compile: time limit of the compiler for each step, in seconds."""
     picture: Omittable[Path] = None
-    """File for a picture of the memory that each pair of weight and cache types takes, next to the chip's memory."""
+    """File for a picture that compares the chip's memory with what each pair of weight and cache types takes."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False

@@ -127,7 +127,7 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 def extra_words(words: Sequence[str], prog: str) -> str:
     """Return the error for `words`, the arguments that a command does not take."""
-    return f"{prog} does not take {words[0]!r} there: put quotes around text with spaces {_listed(prog)}"
+    return f"{prog} takes no further argument, but got {words[0]!r}: put quotes around text with spaces {_listed(prog)}"
 
 
 def flags(kind: type) -> list[str]:
@@ -151,4 +151,4 @@ def _instead(word: str, elsewhere: Mapping[str, str], known: Iterable[str]) -> s
 
 
 def _listed(prog: str) -> str:
-    return f"({prog} --help lists all)"
+    return f"(see {prog} --help)"

@@ -156,7 +156,10 @@ def handled() -> Iterator[None]:
 
 
 def release() -> None:
-    """Stop handling Ctrl-C; check() and asked() then report none. A server calls this and handles signals itself."""
+    """Stop handling Ctrl-C: from then on, check() does nothing and asked() returns False.
+
+    A server calls this and handles signals itself.
+    """
     global _handler
     if _handler is not None:
         _handler.stop()

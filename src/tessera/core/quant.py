@@ -93,8 +93,8 @@ class Quantised:
     If the matrices of all layers are stacked, each array has a leading axis L.
 
     Attributes:
-        values: [E,D], or [G,g,E] with groups; packing two four-bit values per byte halves D or g.
-        scale: float32 [E], or float16 [G,E].
+        values: [E,D], or [G,g,E] with G groups of g inputs; packing two four-bit values per byte halves D or g.
+        scale: float32 [E], or float16 [G,E] with G groups.
         zero: float16 [G,E], added to each value of the group; None for symmetric forms.
         sample: bfloat16 [64], evenly spaced elements of the original weight, which identify it.
         kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".

@@ -5,7 +5,10 @@ from typing import Any
 
 
 def quantity(value: float, unit: str) -> str:
-    """Format a value with three significant digits and a scaled unit: 0.0123 s is 12.3 ms."""
+    """Format a value with a scaled unit, and with decimals as in `three`: 0.0123 s is 12.3 ms.
+
+    A fraction is shown as a percentage with one decimal, and a size below 1 KiB in whole bytes.
+    """
     if unit == "s":
         for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
             if abs(value) * factor >= 1:
@@ -22,7 +25,10 @@ def quantity(value: float, unit: str) -> str:
 
 
 def three(value: float) -> str:
-    """Format a number with three significant digits, without an exponent."""
+    """Format a number without an exponent, with the decimals that three significant digits need: 0.0123, 1.23, 12,346.
+
+    The integer part is never shortened.
+    """
     if value == 0:
         return "0"
     digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))

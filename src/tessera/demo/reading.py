@@ -109,7 +109,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Results of one run: each side's answers, and the document's answer to each question.
+    """Results of one run: the answers of dense, Kascade and the control, and the document's answer to each question.
 
     `compile_s` is the time in seconds to compile the programs of all sides together, or to load them from the cache.
     """
@@ -122,11 +122,11 @@ class Findings:
     sides: Mapping[str, Side]
 
     def right(self, name: str) -> tuple[bool, ...]:
-        """Return, for each question, whether a side's answer is the document's."""
+        """Return, for each question, whether the side `name` (a name in SIDES) gives the document's answer."""
         return tuple(said(a) == wanted for a, wanted in zip(self.sides[name].answers, self.expected))
 
     def kept(self, name: str) -> int:
-        """Count the questions that both dense and this side answer correctly."""
+        """Count the questions that both dense and the side `name` answer correctly."""
         return sum(dense and ours for dense, ours in zip(self.right("dense"), self.right(name)))
 
     @property

@@ -63,8 +63,8 @@ def notes(found: Findings) -> list[str]:
             "Here Kascade was made to run at every length, so that there is something to see."
         )
     lines.append(
-        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. The times "
-        "come from one run, one side after another, so other work on this machine makes them longer."
+        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Dense, "
+        "Kascade and the control ran once each, in turn, so other work on this machine makes their times longer."
     )
     return lines
 
@@ -108,7 +108,10 @@ def turn_table(found: Findings) -> Table:
 
 
 def answer_table(found: Findings) -> Table:
-    """Tabulate, per question, the document's answer and the answer of every side; mark wrong answers."""
+    """Tabulate, per question, the document's answer and the answers of dense, Kascade and the control.
+
+    Wrong answers are marked.
+    """
     heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
@@ -130,7 +133,9 @@ def figure_table(found: Findings) -> Table:
 
 
 def records(found: Findings, model: Model) -> list[Record]:
-    """Build the run's records: right answers per side, and the chat turn's time to first token."""
+    """Build the run's records: the right answers of dense, Kascade and the control, and the time to first token of the
+    chat turn, which dense and Kascade answer.
+    """
     plan = model.plan
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
     made = []

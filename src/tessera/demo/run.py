@@ -226,7 +226,10 @@ def _yes(value: bool) -> str:
 
 
 def answer_table(answers: Sequence[Answered]) -> Table:
-    """Tabulate, per question, the answer of every side, whether dense and Kascade agree, and whether both are right."""
+    """Tabulate, per question, the answers of dense, Kascade and the control.
+
+    The column "same" says whether dense and Kascade agree, and "right" whether both are right.
+    """
     table = Table("question", *HEADS, "same", "right", title="Answers", title_justify="left")
     for a in answers:
         said = [escape(reading.said(getattr(a, side))) for side in reading.SIDES]
@@ -235,7 +238,10 @@ def answer_table(answers: Sequence[Answered]) -> Table:
 
 
 def figures(answers: Sequence[Answered]) -> list[list[str]]:
-    """Return table rows for median time to first token, decode speed and keys read: a label, then a cell per side."""
+    """Return table rows for median time to first token, decode speed and keys read.
+
+    A row is a label, then a cell for each of reading.SIDES.
+    """
     rows = []
     for words, unit, read in (
         ("time to first token", "s", lambda g: g.ttft_s),
@@ -248,7 +254,7 @@ def figures(answers: Sequence[Answered]) -> list[list[str]]:
 
 
 def speed_table(answers: Sequence[Answered]) -> Table:
-    """Tabulate each side's times and keys read, as medians over the questions."""
+    """Tabulate the times and the keys read of dense, Kascade and the control, as medians over the questions."""
     tokens = answers[0].dense.prompt_tokens
     title = f"Speed on these questions ({tokens:,} tokens, medians)"
     table = Table("", *HEADS, title=title, title_justify="left")

@@ -81,8 +81,8 @@ def require_compiler(q: Question) -> None:
         raise ValueError(f"--compile takes --devices of {sizes} on {q.chip}, not {q.devices}: drop --compile")
     if q.division.context > 1:
         raise ValueError(
-            f"--devices {q.devices} does not divide the model's {q.config.num_kv_heads} KV heads: drop --compile, "
-            "which supports no mesh with a context axis"
+            f"--devices {q.devices} does not divide the model's {q.config.num_kv_heads} KV heads, so the mesh needs a "
+            "context axis, which --compile does not support: drop --compile"
         )
 
 

@@ -2,7 +2,8 @@
 
 No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
 or is refused by name. If the decoder of a new family differs only in existing switches of ModelConfig, an entry in
-FAMILIES and a case in `tests/golden/make.py` suffice; its GGUF files also need one in `gguf_model.ARCHITECTURES`.
+FAMILIES and a case in `tests/golden/make.py` suffice; to read the family's GGUF files, also add an entry to
+`gguf_model.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,7 +2,7 @@
 
     out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e]
 
-Here x is [M,D], W is [E,D], and the D inputs form G groups of g. `values` are stored as [G,g,E], with
+Here x is [M,D], W is [E,D], and the D inputs form G groups of g inputs. `values` are stored as [G,g,E], with
 d = group * g + place in the group.
 
 XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because

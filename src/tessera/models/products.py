@@ -54,7 +54,7 @@ def lookup(embed: Array | Quantised, tokens: Int32[Array, "B T"]) -> Float[Array
 
 
 def _joined(weight: Quantised, values: Array) -> Array:
-    """Return grouped values as [G,g,...], unpacked if they are packed."""
+    """Return the values of a weight with G groups of g inputs as [G,g,...], unpacked if they are packed."""
     return jnp.concatenate(unpack(values, weight.kind == "int4"), 1) if weight.packed else values
 
 
@@ -88,8 +88,9 @@ def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -
 def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     """Return x W^T on TPU.
 
-    A single row is padded to two, because XLA multiplies a single row outside the matrix unit, in ten times as many
-    cycles. The kernel in `grouped` multiplies many bfloat16 rows by a weight in groups.
+    If x has many bfloat16 rows and the weight is quantised in groups, the kernel in `grouped` computes the product;
+    otherwise XLA does. XLA gets a single row padded to two, because it would multiply one row outside the matrix unit,
+    in ten times as many cycles.
     """
     if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(_num_rows(x), weight):
         return grouped.product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
@@ -100,10 +101,10 @@ def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T as the sum of one product per group.
+    """Return x W^T for a weight with G groups of g inputs, as the sum of one product per group.
 
-    The products form one batched product, which reads the values [G,g,E] in their stored order, so that XLA fuses their
-    conversion into it.
+    All groups share one batched product. It reads the values in their stored order, [G,g,E], so that XLA fuses the
+    conversion of the values into the product.
     """
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]

@@ -154,11 +154,13 @@ class Plan:
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
             if mine != theirs:
-                raise ValueError(f"the plan is of another model: its {name} is {mine}, this model's {theirs}; {remake}")
+                raise ValueError(
+                    f"the plan is of another model: its {name} is {mine}, but this model's is {theirs}; {remake}"
+                )
         if fingerprint is not None and self.model != fingerprint:
             raise ValueError(
-                f"the plan is of another model: it was made for {quoted(self.model)}, this model is {fingerprint!r}; "
-                f"{remake}"
+                f"the plan is of another model: it was made for {quoted(self.model)}, "
+                f"but this model is {fingerprint!r}; {remake}"
             )
         for name in ("tile", "query_tile"):
             size = getattr(self, name)

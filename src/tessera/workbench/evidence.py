@@ -165,7 +165,7 @@ class Record:
 
     @property
     def traceable(self) -> bool:
-        """Whether the record names its commit, date and command; without them, no figure is published."""
+        """Whether the record names its commit, date and command; without them, no number is published."""
         return all(text and text.strip() for text in (self.code.commit, self.date, self.command))
 
     @property

@@ -9,11 +9,11 @@ A thread block keeps its result in the registers of two warpgroups and loops ove
 fetches. In the dq kernel, a thread block takes 128 rows of one query head and loops over the keys that they see. In the
 dk and dv kernel, it takes 128 keys of one KV head and loops over the rows of all query heads of that KV head, so that
 no partial dk or dv is written. (If 128 keys would not fit in the registers, the two warpgroups share 64 keys, and each
-holds half of the columns.) Nothing accumulates in main memory, so results are equal from run to run.
+holds half of the columns.) Nothing accumulates in global memory, so results are equal from run to run.
 
 Before the launch, padding keys and values are zeroed. Rows that see no key are zeroed too, with their cotangents, and
 get an lse of +inf. The kernels then need masks only for the diagonal, the window's edge and kv_len. Work: 7 products,
-14 H flops per (row, key) pair. A kernel that accumulates dq in main memory, in arbitrary order, would need 5 products.
+14 H flops per (row, key) pair. Accumulating dq in global memory, in arbitrary order, would need only 5 products.
 
 Calls with a head dim outside HEAD_DIMS, or on a chip other than Hopper, run in plain JAX: each block of rows against
 all keys, visible or not.
@@ -72,10 +72,8 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the two warpgroups share 64 keys, each with half of the columns.
-
-        With a softcap, which takes 32 registers, 128 keys would not fit at head dim 128.
-        """
+        """Whether the two warpgroups share 64 keys, each with half of the columns. With a softcap, which takes 32
+        registers, 128 keys would not fit at head dim 128."""
         return self.head_dim == 128 and self.spec.softcap is not None
 
     @property
@@ -85,7 +83,7 @@ class Cut(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs in main memory: q, d_out [B,T,N,H]; k, v [B,K,S,H]; lse (bits) and delta [B,N,rows]; positions [B]."""
+    """Inputs in global memory: q, d_out [B,T,N,H]; k, v [B,K,S,H]; lse (bits) and delta [B,N,rows]; positions [B]."""
 
     q_start: Any
     kv_len: Any
@@ -160,10 +158,8 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """Return the mask [keys, rows] of a causal call and its window, if any; kv_len and q_len are ignored.
-
-    Rows begin at position `first`, keys at `start`.
-    """
+    """Return the mask [keys, rows] of a causal call and its window, if any; kv_len and q_len are ignored. Rows begin at
+    position `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)

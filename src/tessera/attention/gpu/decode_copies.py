@@ -15,7 +15,7 @@ from tessera.attention.gpu.pages import places
 
 
 class Refs(NamedTuple):
-    """References of the kernel body: main memory, then shared memory and barriers."""
+    """References of the kernel body: arrays in global memory, then shared memory and barriers."""
 
     positions: Positions
     q: Any  # [B, K, stored G, H]

@@ -37,7 +37,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Refs(NamedTuple):
-    """References of the kernel body, in main memory."""
+    """References of the kernel body, to arrays in global memory."""
 
     positions: Positions
     out: Any  # [splits, numbers] float32

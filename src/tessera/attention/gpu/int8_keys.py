@@ -2,7 +2,7 @@
 
 The tensor core multiplies q and p, which are bfloat16, by keys and values of the same dtype in shared memory. Int8 rows
 are therefore copied into separate buffers; threads convert them to bfloat16 and write them where a product reads them.
-Compared with bfloat16 keys, main memory sends half as many bytes, and shared memory carries three times as many.
+Compared with bfloat16 keys, global memory sends half as many bytes, and shared memory carries three times as many.
 
 In decode, keys and values are converted without their scales, which is exact, and the scales multiply scores and
 weights, one number per key: if the key is s c and the value t d, with scales s and t, then q.(s c) = (q.c) s and
@@ -73,7 +73,7 @@ def dequantise(source, target, scales: list[Array]) -> None:
 def row_scales(scales, head, which: int, sources: list[tuple], size: int) -> list[Array]:
     """Start loading scales of keys (which = 0) or values (1): `size` scales from each place in `sources`, 64 per load.
 
-    `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory; `size` is a multiple of 64.
+    `scales` refers to [B,K,2,S] or [P,K,2,page] in global memory; `size` is a multiple of 64.
     """
     at = [(row, head, which, pl.ds(start + n, ROWS)) for row, start in sources for n in range(0, size, ROWS)]
     return [plgpu.load(scales.at[keys], layout=PER_ROW, optimized=False) for keys in at]
@@ -125,7 +125,7 @@ def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Call
 def load_scales(scales, head, sources: list[tuple], size: int) -> list[tuple[Array, Array]]:
     """Start loading the scales of `size` keys from each place (see `pages.places`); return one pair per place.
 
-    A pair is (scales of the keys, scales of the values). `scales` refers to [B,K,2,S] or [P,K,2,page] in main memory.
+    A pair is (scales of the keys, scales of the values). `scales` refers to [B,K,2,S] or [P,K,2,page] in global memory.
     """
     found = [[scales.at[row, head, which, pl.ds(start, size)] for which in range(2)] for row, start in sources]
     return [tuple(plgpu.load(x, layout=PER_COLUMN, optimized=False) for x in both) for both in found]

@@ -64,7 +64,7 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """References of the kernel body: main memory, then shared memory and barriers."""
+    """References of the kernel body: arrays in global memory, then shared memory and barriers."""
 
     q_start: Any  # [B]
     kv_len: Any

@@ -49,7 +49,7 @@ SCRATCH_BYTES = 128
 
 
 class Refs(NamedTuple):
-    """References of the kernel body: main memory, then shared memory and barriers."""
+    """References of the kernel body: arrays in global memory, then shared memory and barriers."""
 
     plan: Array
     tiles: Array

@@ -109,9 +109,9 @@ class Cut(NamedTuple):
     def corner(self) -> bool:
         """Whether the corner has straight-line code (`prefill.corner`): only in causal calls without a window.
 
-        In addition, sub_t must be a multiple of 128, and block_t a multiple of `step` and a divisor of block_s. A small
-        block_t would be slow, because `prefill.before_corner` absorbs the part of the key block before the corner in
-        runs of block_t keys.
+        In addition, sub_t must be a multiple of 128, block_t must divide block_s, and block_t must be a multiple of
+        `step`. The last condition rules out a small block_t: `prefill.before_corner` absorbs the keys of the key block
+        that precede the corner in runs of block_t keys, and short runs are slow.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None

@@ -49,7 +49,7 @@ class Inspection(inspection.Inspection):
         registers: registers per thread at launch, maximum over the call's kernels.
         spill_bytes: bytes of register spills per thread, stores and loads together, maximum over the call's kernels.
         shared_bytes: bytes of shared memory per thread block, maximum over the call's kernels.
-        temp_bytes: bytes of main memory that hold neither arguments nor results.
+        temp_bytes: bytes of global memory that hold neither arguments nor results.
         steps: thread blocks of all launches of a call together; None if unknown.
         launches: kernel -> launches per call, for kernels whose launches can be counted.
         instructions: instruction -> occurrences (not executions) in the code of all the call's kernels.
@@ -157,20 +157,20 @@ def least_bytes(shapes: Shapes) -> int:
 
 
 def overfull(chip: str, held: int) -> CompileError | None:
-    """Return the error of a call whose `held` bytes exceed the chip's main memory; None if they fit.
+    """Return the error of a call whose `held` bytes exceed the chip's global memory; None if they fit.
 
     The compiler does not check this.
     """
     has = hardware.chip(chip).memory_bytes
     if held <= has:
         return None
-    text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
-    meaning = "the chip's main memory is full: arguments, outputs and temporaries"
+    text = f"the call holds {format_bytes(held)}, but {chip} has {format_bytes(int(has))}"
+    meaning = "the chip's global memory is full: arguments, outputs and temporaries"
     return CompileError("HBM", text, meaning, "use a shorter length or a smaller batch")
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:
-    """Return the fields of `Inspection` that need a compiled call: figures of its kernels, and the roofline."""
+    """Return the fields of `Inspection` that need a compiled call: numbers from the kernels' code, and the roofline."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)
@@ -205,7 +205,7 @@ def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int])
 
 
 def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
-    """Return the least bytes that a call moves through main memory.
+    """Return the least bytes that a call moves through global memory.
 
     The lists of a sparse prefill overlap, and the L2 cache serves the keys that they share, so a sparse prefill moves
     no more than a dense one.

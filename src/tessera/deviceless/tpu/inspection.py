@@ -138,7 +138,7 @@ def inspect_call(
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: tpu.Compiled) -> dict[str, Any]:
-    """Return the fields of `Inspection` that need a compiled call: figures of its schedules and the predicted time."""
+    """Return the fields of `Inspection` that need a compiled call: numbers from schedules, and the predicted time."""
     work = kernel.cost(spec, shapes)
     counts = dict(found.executions or {predict.BYTES: work["bytes"]})
     prediction = predict.predict(found, counts, predict.CALIBRATED)

@@ -28,7 +28,7 @@ class Overheads:
     Attributes:
         stall: cycles per bundle; above 1 where on-chip memory makes the core wait.
         step_s: seconds that a grid step adds on its core (DMA set-up and waits).
-        bandwidth_share: share of the nominal main memory bandwidth that copies reach.
+        bandwidth_share: share of the nominal HBM bandwidth that copies reach.
     """
 
     stall: float = 1.0
@@ -57,7 +57,7 @@ class Prediction:
         cycles_per_step: mean cycles of one step on one core: the sum of `schedule.Region.cycles` over its scopes.
         slots: unit -> mean slots used and available per step.
         spill_slots: mean slots per step that move spilled registers.
-        moved_bytes: bytes to and from main memory, by the kernels and the operations around them.
+        moved_bytes: bytes to and from HBM, by the kernels and the operations around them.
         bound_by: what takes the most time: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no
             unit is half full.
         assumed: scopes whose number of executions the kernel does not state; they count once per step.

@@ -55,8 +55,8 @@ def cudnn(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array
 def not_for_cudnn(platform: str, shapes: Shapes) -> str:
     """Return the reason to skip cuDNN; "" if it can run."""
     if platform != "gpu":
-        return f"needs an NVIDIA GPU, this is a {platform.upper()}"
-    return "" if shapes.dtype in ("bfloat16", "float16") else f"takes 16-bit numbers, these are {shapes.dtype}"
+        return f"needs an NVIDIA GPU, but JAX runs on a {platform.upper()}"
+    return "" if shapes.dtype in ("bfloat16", "float16") else f"takes 16-bit numbers, but the call has {shapes.dtype}"
 
 
 def splash(
@@ -79,8 +79,10 @@ def splash(
 def not_for_splash(platform: str, shapes: Shapes) -> str:
     """Return the reason to skip splash attention; "" if it can run."""
     if platform != "tpu":
-        return f"needs a TPU, this is a {platform.upper()}"
-    return f"needs a multiple of 128 tokens, these are {shapes.num_queries:,}" if shapes.num_queries % 128 else ""
+        return f"needs a TPU, but JAX runs on a {platform.upper()}"
+    return (
+        f"needs a multiple of 128 tokens, but the call has {shapes.num_queries:,}" if shapes.num_queries % 128 else ""
+    )
 
 
 def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
@@ -93,7 +95,7 @@ def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Arr
 def not_for_tokamax(platform: str, shapes: Shapes) -> str:
     """Return the reason to skip Tokamax; "" if it can run."""
     if platform not in ("tpu", "gpu"):
-        return f"needs a TPU or a GPU, this is a {platform.upper()}"
+        return f"needs a TPU or a GPU, but JAX runs on a {platform.upper()}"
     # Tokamax pins a typeguard version that keeps the command `tessera` from starting.
     missing = "not installed: `pip install tokamax` in a separate environment (docs/speed.md)"
     return "" if find_spec("tokamax") else missing

@@ -181,7 +181,10 @@ def copy(rng: np.random.Generator) -> list[Fact]:
 
 
 def count(rng: np.random.Generator) -> list[Fact]:
-    """Number three to seven things of each of four kinds; a question asks for the next number."""
+    """For each of four kinds of thing, draw a last number from 3 to 7 and hide a note for every number from 1 to it.
+
+    A question asks for the number after the last one.
+    """
     facts = []
     for thing in rng.permutation(THINGS)[:4]:
         last = int(rng.integers(3, 8))

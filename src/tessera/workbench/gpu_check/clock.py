@@ -38,7 +38,7 @@ class Clock:
                 self._try_cupti()
 
     def _try_cupti(self) -> None:
-        """Use CUPTI if it counts a kernel that is known to run."""
+        """Run a small kernel as a probe, and use CUPTI only if it reports a time for that kernel."""
         probe = waiting(lambda x: x + 1, jax.block_until_ready(jnp.ones(1 << 20)))
         probe()
         try:

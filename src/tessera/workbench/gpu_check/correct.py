@@ -178,7 +178,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
     errors, wrong = verify.compare(found, truth, allowed, kernel.role)
     if wrong or (errors > 1).any():
         share = float((errors > 1).mean())
-        said = f"{share:.2%} of elements past the tolerance, the worst error is {errors.max():.3g} times the tolerance"
+        said = f"{share:.2%} of elements past the tolerance; the worst error is {errors.max():.3g} times the tolerance"
         raise ValueError(f"wrong: {'; '.join((*wrong, said))} (seed {seed}, {config})")
     how = How(check="float64 oracle, derived tolerance, fresh random numbers, padding NaN")
     facts = {"seed": seed, "config": str(config), "elements": int(errors.size)}

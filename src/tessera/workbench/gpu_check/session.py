@@ -179,7 +179,7 @@ class Session:
         return self.out.with_suffix(NOTE_SUFFIX)
 
     def _write_note(self) -> None:
-        """Write which item runs, for the parent and for the next process."""
+        """Write the note on disk, which tells the parent and the next process which item is running."""
         self._numbers += 1
         note = self._notes[-1] if self._notes else {"what": None, "limit_s": IDLE_S}
         note = note | {"number": f"{os.getpid()}.{self._numbers}", "piece": self.piece}
@@ -190,12 +190,12 @@ class Session:
             os.replace(beside, self._note_path)  # atomic for readers; no sync, since a lost machine costs only a note
 
     def begin(self, what: What, limit_s: float) -> None:
-        """Note that an item runs. Items may be nested: the note names the innermost."""
+        """Write to the note on disk that this item is running; if items are nested, the note names the innermost."""
         self._notes.append({"what": asdict(what), "limit_s": limit_s})
         self._write_note()
 
     def end(self) -> None:
-        """Note that the innermost item has ended."""
+        """Write to the note on disk that the innermost item has ended; the note then names the item around it."""
         self._notes = self._notes[:-1]
         self._write_note()
 

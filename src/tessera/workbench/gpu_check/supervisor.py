@@ -170,5 +170,5 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _read(note: Path) -> dict[str, Any] | None:
-    """Return the note; None while there is none."""
+    """Return the contents of the note on disk; None if the file does not exist."""
     return json.loads(note.read_text()) if note.exists() else None

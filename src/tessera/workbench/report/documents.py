@@ -88,7 +88,7 @@ def own_model(records: Sequence[Record]) -> Table:
 
 
 def _compared(records: Sequence[Record]) -> Table:
-    """List each comparison: our result, the other side's, ratio with interval, target. Failed runs are listed too."""
+    """List failed runs and comparisons: our result, the result compared with it, ratio with interval, and target."""
     by_key = {record.key: record for record in records}
     rows, used = [], []
     for record in records:

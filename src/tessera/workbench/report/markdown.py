@@ -55,7 +55,7 @@ def series(record: Record) -> str:
 
 
 def is_prediction(record: Record) -> bool:
-    """Return whether a record's figure was computed from a compiler's schedule or a roofline, not measured."""
+    """Return whether a record's result was computed from a compiler's schedule or a roofline, not measured."""
     return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 
@@ -71,7 +71,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 class Table(NamedTuple):
-    """Table whose rows or columns hold the figures of several machines.
+    """Table whose rows or columns hold the results of several machines.
 
     Attributes:
         header: title of each column; a column "machine" names each row's machine.

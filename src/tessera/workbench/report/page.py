@@ -1,4 +1,4 @@
-"""Render all records as one self-contained HTML page: pictures first, then every figure with its source."""
+"""Render all records as one self-contained HTML page: pictures first, then every number with its source."""
 
 import hashlib
 import re

@@ -265,9 +265,8 @@ def tuning(records: Sequence[Record]) -> Picture | None:
             axes.plot(np.fmin.accumulate(times), "-", color=COLOURS[1], label="best so far")
             failed = [i for i, t in enumerate(found) if t is None]
             axes.plot(failed, [np.nanmax(times)] * len(failed), "x", color="black", label="failed")
-            axes.set(
-                xlabel="candidate, in the order tried", ylabel="ms per call, quick", ylim=(0, 1.08 * np.nanmax(times))
-            )
+            axes.set(xlabel="candidate, in the order tried", ylabel="ms per call\n(brief timing in the search)",
+                     ylim=(0, 1.08 * np.nanmax(times)))  # fmt: skip
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             place = ", ".join(filter(None, [record.where.machine, series(record)]))
             axes.set_title(f"{record.what.workload}: {record.median:.2f}x the default\n{place}", fontsize=9)
@@ -280,7 +279,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Plot figures relative to their targets over time: a panel per machine, or per chip for predicted figures."""
+    """Plot numbers as shares of their targets over time: a panel per machine, or per chip for predicted numbers."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):
@@ -314,7 +313,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:
-    """Plot predicted figures and their targets, a bar per figure and chip."""
+    """Plot the numbers predicted for TPUs and their targets: one bar per number and chip."""
     shown = newest(r for r in records if r.what.op == "predicted figure" and r.comparison)
     if not shown:
         return None

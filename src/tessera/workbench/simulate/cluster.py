@@ -32,7 +32,7 @@ TAIL_S = 3600.0
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Result of a simulation: the requests that ended, and the replicas with their counts.
+    """Result of a simulation: the requests that ended, and the replicas, each with its counters (`Replica`).
 
     Attributes:
         submitted: number of requests.

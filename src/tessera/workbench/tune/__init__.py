@@ -42,8 +42,8 @@ LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
 also lie above 1."""
 WORST_ELSEWHERE = 0.95
-"""Minimum gain at every held-out length for which the winner replaces the default. The winner may be slightly slower
-than the default at these lengths."""
+"""The winner replaces the default only if its gain at every held-out length is at least this, so it may be slightly
+slower there."""
 MOST_S, MOST_GIB = 1e9, 1e9
 """Largest accepted limits, in seconds and GiB. Larger values would overflow a queue's timeout or a resource limit."""
 

@@ -87,7 +87,7 @@ def measure(request: dict) -> dict:
 
 
 def main() -> None:
-    """Answer requests until the input ends; argument 1 is the memory limit in bytes, 0 for none."""
+    """Answer requests until the input ends; argument 1 is the memory limit in bytes, and 0 means no limit."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep a candidate's prints out of the answers
     if limit := int(sys.argv[1]):
