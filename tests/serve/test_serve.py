@@ -19,6 +19,7 @@ import numpy as np
 import openai
 import pytest
 from live_server import CONTEXT, KEY, Running, start, tiny_model
+from tiny import CONFIG
 
 from tessera.runtime.pool import Paging
 from tessera.runtime.requests import Failure, Request
@@ -28,6 +29,7 @@ from tessera.serve.metrics import Metrics
 from tessera.serve.protocol import Refusal
 from tessera.serve.service import Service
 
+EOS = CONFIG.eos_ids[0]
 QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
 
 
@@ -190,6 +192,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": []}, 400, "prompt=[]"),
         ({}, 400, "prompt"),
         ({"prompt": "x", "foo": 1}, 400, "unknown field foo"),
+        ({"prompt": "x", "ignore_eos": True, "response_format": {"type": "json_object"}}, 400, "ignore_eos=true"),
         ({"prompt": ["x"] * 10, "n": 8}, 400, "80 answers are more than the 18"),
         ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
@@ -410,6 +413,28 @@ def test_failures_are_counted_and_limits_judge_every_gap():
     assert found["goodput_per_s"] == 0.5
     assert found["tokens_per_s"] == 3.0
     assert found["itl_s"]["p50"] == pytest.approx(0.1)
+
+
+# --- fields of vLLM's API that tools send
+
+
+def test_each_event_of_a_stream_can_tell_the_tokens_so_far(running):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 5, "logit_bias": {"257": -100}}
+    events = list(running.client.completions.create(**asked, stream=True, stream_options=options))
+    counts = [event.usage.completion_tokens for event in events]
+    assert counts == sorted(counts)
+    assert (counts[-1], events[0].usage.total_tokens) == (5, counts[0] + events[0].usage.prompt_tokens)
+    assert len(set(counts)) > 2
+
+
+def test_an_answer_can_go_on_after_the_end_token(running):
+    forced = {"model": "tiny", "prompt": "x", "max_tokens": 6, "logit_bias": {str(EOS): 100}}
+    ends = [
+        running.client.completions.create(**forced, extra_body={"ignore_eos": ignored}) for ignored in (False, True)
+    ]
+    found = [(end.choices[0].finish_reason, end.usage.completion_tokens) for end in ends]
+    assert found == [("stop", 1), ("length", 6)]
 
 
 # --- the process

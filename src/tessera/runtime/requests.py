@@ -64,6 +64,7 @@ class Request:
             never share keys. Ignored by an engine without pages.
         deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
             twice the predicted prefill time. Ignored by an engine without pages.
+        ignore_eos: whether the answer goes on after an end-of-sequence token, as tools that measure speed want.
         held: result of `Engine.hold`. The request reuses at most the keys of this prefix, and the keys that were read
             when the prefix was prefilled count as read by the request. None reuses the longest prefix whose keys are
             still in the cache.
@@ -80,6 +81,7 @@ class Request:
     guide: Callable[[], Guide] | None = None
     tenant: str = ""
     deadline_s: float | None = None
+    ignore_eos: bool = False
     held: Held | None = None
 
     @cached_property

@@ -27,11 +27,12 @@ from tessera.serve.protocol import (
     DetokenizeBody,
     Refusal,
     SamplingFields,
-    Schema,
+    StreamOptions,
     TokenizeBody,
+    described,
     parse,
 )
-from tessera.serve.replies import Reply, echoed, usage
+from tessera.serve.replies import Reply, echoed, usage, usage_so_far
 from tessera.serve.service import Job, Service
 from tessera.serve.tools import Speech, takes_tools, taught
 from tessera.serve.turns import Turns, in_turn, unless_gone
@@ -157,12 +158,6 @@ def refusal_response(error: Refusal) -> JSONResponse:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-def described(schema: type[Schema]) -> dict[str, Any]:
-    """Return the part of a route's OpenAPI description that describes the request's body."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 def _add_tokens(app: FastAPI, site: Site) -> None:
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> dict:
@@ -254,6 +249,8 @@ async def _guide(request: Request, site: Site, body: SamplingFields) -> Callable
     schema = body.wanted()
     if schema is None:
         return None
+    if body.ignore_eos:
+        raise Refusal(400, "ignore_eos=true: JSON and tool calls end by themselves; drop it", param="ignore_eos")
     if site.grammars is None:
         raise Refusal(
             400,
@@ -307,6 +304,7 @@ def requests_of(
             prompt_logprobs=body.ranks if body.echoes else None,
             guide=guide,
             tenant=tenant,
+            ignore_eos=body.ignore_eos,
         )
         found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
     return found
@@ -331,8 +329,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         answer.job = job
     reply, prompt_tokens = Reply(site.name, chat, partial(_spell, site)), sum(map(len, prompts))
     if body.stream:
-        show_usage = body.stream_options is not None and body.stream_options.include_usage
-        pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
+        pieces = _stream(site, reply, answers, queue, body.stream_options or StreamOptions(), prompt_tokens)
         return Stream(pieces, partial(_drop, site, answers))
     try:
         await unless_gone(request, _all_ends(queue, len(answers)))
@@ -375,10 +372,13 @@ async def _all_ends(queue: asyncio.Queue, count: int) -> None:
 
 
 async def _stream(
-    site: Site, reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, show_usage: bool, prompt_tokens: int
+    site: Site, reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, options: StreamOptions, prompt: int
 ) -> AsyncIterator[str]:
-    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream."""
-    left, begun = len(answers), not reply.chat
+    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
+
+    `prompt` is the number of prompt tokens.
+    """
+    left, begun, tokens = len(answers), not reply.chat, 0
     try:
         while left:
             answer, event = await queue.get()
@@ -391,10 +391,11 @@ async def _stream(
                 return
             if isinstance(event, End):
                 answer.end, left = event, left - 1
+            tokens += isinstance(event, Token)
             for data in _pieces(reply, answer, event):
-                yield _event(data)
-        if show_usage:
-            yield _event(reply.last(_usage(answers, prompt_tokens)))
+                yield _event(data | usage_so_far(prompt, tokens) if options.continuous_usage_stats else data)
+        if options.include_usage:
+            yield _event(reply.last(_usage(answers, prompt)))
         yield "data: [DONE]\n\n"
     finally:
         _drop(site, answers)

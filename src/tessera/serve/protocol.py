@@ -87,6 +87,7 @@ class StreamOptions(Schema):
     """Options of a streamed response."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class SamplingFields(Schema):
@@ -111,6 +112,7 @@ class SamplingFields(Schema):
         Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)] | None
     ) = None
     response_format: ResponseFormat | None = None
+    ignore_eos: bool = False
 
     @property
     def bias(self) -> dict[int, float]:
@@ -387,3 +389,9 @@ def _json(call: ToolCall) -> Any:
         raise Refusal(
             400, f"the arguments of the tool call {call.function.name} are not JSON: send JSON text", param="messages"
         ) from None
+
+
+def described(schema: type[Schema]) -> dict[str, Any]:
+    """Return the part of a route's OpenAPI description that describes the request's body."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -124,6 +124,12 @@ def usage(
     }
 
 
+def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    """Build the field that vLLM adds to every event of a stream with `continuous_usage_stats`: tokens so far."""
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+    return {"usage": counts | {"total_tokens": prompt_tokens + new_tokens}}
+
+
 def echoed(
     end: End, text: str, limit: int, tokens: Sequence[Token] | None
 ) -> tuple[Generation, Sequence[Token] | None]:
