@@ -13,9 +13,11 @@ os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="tessera-test-ca
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# A shell that runs the tests in the background makes them ignore Ctrl-C, and their child processes would inherit that.
+# A shell that runs the tests in the background, or nohup, makes them ignore a signal, as would their child processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, suppress

@@ -328,7 +328,7 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
             continue
         if heads > 2:  # a device would hold 48 inputs of down
             with pytest.raises(
-                ValueError, match="blocks of 32 inputs, but mlp.down_proj.weight has 48 on each of the 4"
+                ValueError, match="blocks of 32 inputs, but mlp.down_proj.weight has 48 inputs on each of 4"
             ):
                 load_params(path, found, mesh=build(MeshShape(heads, 1)), weights="gguf")
             continue

@@ -156,11 +156,19 @@ def test_decode_takes_int8_keys_and_half_the_bytes(role, head_dim):
     ("name", "change", "reason"),
     [
         ("gpu_decode_dense", {"dtype": "float16"}, "dtype=float16"),
-        ("gpu_decode_score", {"head_dim": 256}, "tile=16 must be at least 64 at head_dim=256 with int8 keys"),
+        (
+            "gpu_decode_score",
+            {"head_dim": 256},
+            "tile=16 must be at least 64 at head_dim=256 with int8 keys",
+        ),
         ("gpu_prefill_dense", {"num_queries": 512, "dtype": "float16"}, "dtype=float16"),
-        ("gpu_prefill_score", {"num_queries": 512, "head_dim": 256}, "head_dim=256 with int8 keys"),
+        ("gpu_prefill_score", {"num_queries": 512, "head_dim": 256}, "head_dim=256 must be at most 128 with int8 keys"),
         ("gpu_prefill_sparse", {"num_queries": 512}, "tile=16 must be at least 64 with int8 keys"),
-        ("gpu_prefill_sparse", {"num_queries": 512, "head_dim": 256}, "head_dim=256 with int8 keys"),
+        (
+            "gpu_prefill_sparse",
+            {"num_queries": 512, "head_dim": 256},
+            "head_dim=256 must be at most 128 with int8 keys",
+        ),
     ],
 )
 def test_what_int8_keys_are_refused_is_said(name, change, reason):

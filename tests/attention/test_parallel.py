@@ -58,7 +58,7 @@ try:
     with jax.set_mesh(mesh):
         jax.jit(tessera.attention)(q[:, :, :3], k[:, :, :3], v[:, :, :3])
 except ValueError as error:
-    assert "multiple of the 2 devices" in str(error)
+    assert "multiple of 2, the size" in str(error)
 else:
     raise AssertionError("three heads on two devices were not refused")
 """

@@ -282,19 +282,17 @@ def test_many_long_prompts_of_one_request_delay_no_other(running, monkeypatch):
     encode = running.site.model.tokenizer.encode
 
     def slow(text, **options):
-        time.sleep(0.1 if text == "slow" else 0)
+        time.sleep(0.3 if text == "slow" else 0)
         return encode(text, **options)
 
     monkeypatch.setattr(running.site.model.tokenizer, "encode", slow)
     with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": ["slow"] * 16, "max_tokens": 1}
+        body = {"prompt": ["slow"] * 9, "max_tokens": 1}
         asked = pool.submit(post, running, COMPLETION, body, {"Authorization": f"Bearer {OTHER}"})
-        time.sleep(0.3)
-        began = time.monotonic()
+        time.sleep(0.2)
         assert post(running, COMPLETION, {"prompt": "x", "max_tokens": 1}).status_code == 200
-        assert time.monotonic() - began < 1.0
         assert not asked.done()
-        assert asked.result().status_code in (200, 400)
+        assert asked.result().status_code == 200
 
 
 def test_text_of_users_becomes_neither_template_nor_control_token(running):

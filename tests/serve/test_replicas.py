@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2 as httpx
@@ -330,20 +333,64 @@ def test_a_rolling_restart_replaces_each_replica_and_fails_nothing(front):
 # --- the process
 
 
-def test_replicas_without_chips_take_turns_on_the_machines_that_run():
+def test_a_replica_without_chips_goes_to_the_running_machine_that_has_the_fewest():
     nodes = [{"NodeID": name, "Alive": name != "b"} for name in "cab"]
-    assert [cluster.node_of(index, nodes) for index in range(4)] == ["a", "c", "a", "c"]
-    assert cluster.node_of(0, [{"NodeID": "b", "Alive": False}]) is None
+    taken = []
+    for _ in range(4):
+        taken.append(cluster.node_of(taken, nodes))
+    assert taken == ["a", "c", "a", "c"]
+    assert cluster.node_of(["a", "a", "b"], nodes) == "c"
+    assert cluster.node_of([], [{"NodeID": "b", "Alive": False}]) is None
 
 
-def test_a_cluster_without_a_token_is_refused(folder, tmp_path):
-    """A cluster that `ray start` makes has none by default, and then runs code for everyone who can reach it."""
+def test_a_machine_without_a_token_cannot_join_a_cluster(folder, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--replicas", "2"]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert (found.returncode, "no token" in found.stderr) == (2, True), found.stderr
     assert "ray get-auth-token" in found.stderr
+
+
+def test_a_cluster_that_asks_for_no_token_is_refused(folder, tmp_path):
+    """Ray's servers take any token if they ask for none, so the front learns it from the replica's process."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 32)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray, port = Path(sys.executable).with_name("ray"), socket_port()
+    head = [str(ray), "start", "--head", "--port", str(port), "--include-dashboard", "false", "--num-cpus", "1"]
+    short = tempfile.TemporaryDirectory(prefix="ray-")  # a path of a socket has at most 107 bytes
+    head += ["--object-store-memory", str(80 << 20), "--temp-dir", short.name, "--block"]
+    with (
+        short,
+        subprocess.Popen(head, env=environment | {"RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL) as process,
+    ):
+        try:
+            wait_for_port(port)
+            command = [sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--replicas", "1"]
+            environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+            found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        finally:
+            process.terminate()
+            process.wait(60)
+    assert (found.returncode, "has the token" in found.stderr) == (2, True), found.stderr
+
+
+def socket_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 def test_replicas_without_ray_are_refused_by_name(folder, monkeypatch, capsys):

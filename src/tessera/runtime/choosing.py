@@ -49,7 +49,10 @@ def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Tick
 @lru_cache(maxsize=64)  # a batch keeps its requests for many steps
 def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
     """Return the sampling parameters of a batch, one value per row."""
-    return Values(*(np.array(column) for column in zip(*(s.values(vocab_size) for s in samplings))))
+    found = Values(*(np.array(column) for column in zip(*(s.values(vocab_size) for s in samplings))))
+    for column in found:
+        column.flags.writeable = False  # later batches share it
+    return found
 
 
 def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:

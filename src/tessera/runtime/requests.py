@@ -95,6 +95,8 @@ class Request:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"{stop=} must hold texts that are not empty")
+        if self.ignore_eos and self.guide is not None:
+            raise ValueError("ignore_eos=True: a guide ends its answer by an end-of-sequence token; drop either")
         if not 0 <= self.top_logprobs <= RANKS:
             raise ValueError(f"top_logprobs={self.top_logprobs} must be from 0 to {RANKS}")
         if not 0 <= (self.prompt_logprobs or 0) <= RANKS:

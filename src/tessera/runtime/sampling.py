@@ -45,6 +45,12 @@ GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 """Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""
 
 
+KINDS = MappingProxyType(
+    {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+)
+"""Parameter of `Sampling` -> type of its value."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Checked sampling parameters; see Model.generate. The values are not static under jit.
@@ -70,6 +76,9 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 has no effect")
+        for name, kind in KINDS.items():  # an array is not hashable, and would not be static
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kind(value))
 
     @property
     def method(self) -> Method:

@@ -1,8 +1,7 @@
 """The HTTP routes: OpenAI's completions and chat completions, tokenization, health, metrics, and a chat page."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -10,10 +9,10 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from tessera.generate import Model
-from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
+from tessera.runtime.requests import Event, Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
@@ -32,8 +31,9 @@ from tessera.serve.protocol import (
     described,
     parse,
 )
-from tessera.serve.replies import Reply, echoed, usage, usage_so_far
-from tessera.serve.service import Job, Service
+from tessera.serve.replies import Reply, echoed
+from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
+from tessera.serve.service import Service
 from tessera.serve.tools import Speech, takes_tools, taught
 from tessera.serve.turns import Turns, in_turn, unless_gone
 
@@ -63,41 +63,6 @@ class Site:
     mail: Mail = field(default_factory=Mail)
 
 
-@dataclass(eq=False)
-class Answer:
-    """One choice of a response while it is generated.
-
-    Attributes:
-        index: number of the choice in the response, from 0.
-        policy: name of the attention policy that the choice runs under.
-        speech: splitter of the choice's text into plain text and tool calls.
-        tokens: the choice's tokens so far; None unless the response reports token probabilities.
-        job: the choice's request in the service; None before it is submitted.
-        end: the engine's last event for the choice; None until the choice is complete.
-    """
-
-    index: int
-    policy: str
-    speech: Speech
-    tokens: list[Token] | None = None
-    job: Job | None = None
-    end: End | None = None
-
-
-class Stream(StreamingResponse):
-    """Response of server-sent events. It calls `dropped` when it ends, even if the client leaves before any event."""
-
-    def __init__(self, pieces: AsyncIterator[str], dropped: Callable[[], None]):
-        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.dropped = dropped
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.dropped()
-
-
 def create(site: Site) -> FastAPI:
     """Build the FastAPI application that answers all routes for `site`."""
     app = FastAPI(
@@ -123,6 +88,8 @@ def create(site: Site) -> FastAPI:
         body = parse(CompletionBody, await request.body())
         _check_model(site, body.model)
         # one turn per prompt: otherwise a request with 64 long prompts would hold the tokenizer for seconds
+        for text in filter(lambda prompt: isinstance(prompt, str), body.prompts):
+            _check_length(site, text, "prompt")
         prompts = [
             await in_turn(request, site.encoding, _encode, site, prompt, f"prompt {index}")
             for index, prompt in enumerate(body.prompts)
@@ -218,8 +185,6 @@ def _check_length(site: Site, text: str, param: str) -> None:
 
 
 def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
-    if isinstance(prompt, str):
-        _check_length(site, prompt, "prompt")
     try:
         return site.model.encode_prompt(prompt, name)
     except ValueError as error:
@@ -317,8 +282,10 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     logged, tools = body.ranks is not None, {}
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
-    policies = [site.service.policy_of(one) for one in asked]
-    answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
+    answers = [
+        Answer(index, site.service.policy_of(one), len(one.prompt), Speech(**tools), [] if logged else None)
+        for index, one in enumerate(asked)
+    ]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: Answer, event: Event) -> None:
@@ -329,10 +296,10 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         answer.job = job
     reply, prompt_tokens = Reply(site.name, chat, partial(_spell, site)), sum(map(len, prompts))
     if body.stream:
-        pieces = _stream(site, reply, answers, queue, body.stream_options or StreamOptions(), prompt_tokens)
+        pieces = stream(reply, answers, queue, body.stream_options or StreamOptions(), prompt_tokens)
         return Stream(pieces, partial(_drop, site, answers))
     try:
-        await unless_gone(request, _all_ends(queue, len(answers)))
+        await unless_gone(request, all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
     return JSONResponse(await asyncio.to_thread(_whole, site, body, reply, answers, prompt_tokens))
@@ -345,7 +312,7 @@ def _whole(
         _echo(site, body, answers)
     generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
     speeches = [answer.speech for answer in answers]
-    return reply.whole(generations, _usage(answers, prompt_tokens), tokens, speeches)
+    return reply.whole(generations, usage_of(answers, prompt_tokens), tokens, speeches)
 
 
 def _echo(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> None:
@@ -359,65 +326,6 @@ def _echo(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> None:
         answer.end = answer.end._replace(generation=generation)
 
 
-async def _all_ends(queue: asyncio.Queue, count: int) -> None:
-    """Wait until all choices are complete; raise Refusal if one fails."""
-    while count:
-        answer, event = await queue.get()
-        if isinstance(event, Failure):
-            raise _failed(event)
-        if isinstance(event, End):
-            answer.end, count = event, count - 1
-        elif answer.tokens is not None:
-            answer.tokens.append(event)
-
-
-async def _stream(
-    site: Site, reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, options: StreamOptions, prompt: int
-) -> AsyncIterator[str]:
-    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
-
-    `prompt` is the number of prompt tokens.
-    """
-    left, begun, tokens = len(answers), not reply.chat, 0
-    try:
-        while left:
-            answer, event = await queue.get()
-            if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
-                begun = True
-                for each in answers:
-                    yield _event(reply.piece(each.index, "", first=True))
-            if isinstance(event, Failure):
-                yield _event(_failed(event).body())
-                return
-            if isinstance(event, End):
-                answer.end, left = event, left - 1
-            tokens += isinstance(event, Token)
-            for data in _pieces(reply, answer, event):
-                yield _event(data | usage_so_far(prompt, tokens) if options.continuous_usage_stats else data)
-        if options.include_usage:
-            yield _event(reply.last(_usage(answers, prompt)))
-        yield "data: [DONE]\n\n"
-    finally:
-        _drop(site, answers)
-
-
-def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
-    """Yield the stream's events for one token, or for the end of an answer."""
-    if isinstance(event, Token):
-        text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
-        if text or shown is not None:
-            yield reply.piece(answer.index, text, token=shown)
-        return
-    calls: list[dict[str, Any]] = []
-    if answer.speech.offered:
-        rest, calls = answer.speech.finish(event.generation.text)
-        if rest:
-            yield reply.piece(answer.index, rest)
-    if calls:
-        yield reply.calls(answer.index, calls)
-    yield reply.piece(answer.index, "", finish="tool_calls" if calls else event.generation.finish_reason)
-
-
 def _drop(site: Site, answers: Sequence[Answer]) -> None:
     """Cancel the choices that have not ended, because the client disconnected or another choice failed."""
     for answer in answers:
@@ -428,20 +336,3 @@ def _drop(site: Site, answers: Sequence[Answer]) -> None:
 def _spell(site: Site, token: int) -> str:
     tokenizer = site.model.tokenizer
     return str(token) if tokenizer is None else tokenizer.decode([token], skip_special=False)
-
-
-def _event(data: dict) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-def _failed(event: Failure) -> Refusal:
-    if isinstance(event.error, Refusal):
-        return event.error
-    status = 400 if isinstance(event.error, ValueError | MemoryError) else 500
-    return Refusal(status, str(event.error) or type(event.error).__name__)
-
-
-def _usage(answers: Sequence[Answer], prompt_tokens: int) -> dict:
-    ends = [answer.end for answer in answers]
-    cached, policies = sum(end.reused_tokens for end in ends), [answer.policy for answer in answers]
-    return usage(prompt_tokens, [end.generation for end in ends], cached, policies)

@@ -32,6 +32,11 @@ ADDRESS = "RAY_ADDRESS"
 """Environment variable that holds the cluster's address; all Ray programs read it."""
 TOKEN_MODE = "RAY_AUTH_MODE"
 """Environment variable that is "token" if Ray's processes accept only peers that know its token, else "disabled"."""
+GIVE_TOKEN = (
+    "run `ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray on all "
+    f"with {TOKEN_MODE}=token; {TOKEN_MODE}=disabled accepts a cluster that runs code for everyone who can reach it"
+)
+"""End of the errors about a missing token."""
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""
@@ -41,6 +46,9 @@ CHIPS = ("GPU", "TPU")
 
 class Actor:
     """Process of one replica: an engine and its HTTP server."""
+
+    def reached(self) -> None:
+        """Do nothing. A call that returns shows that this process and the front accept each other's token."""
 
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
         """Load a model, serve it from a thread, and return the server's URL.
@@ -79,7 +87,7 @@ class Cluster:
 
     Raises:
         ValueError: the machines have too few chips.
-        OSError: RAY_ADDRESS names no running cluster.
+        OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
 
     def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
@@ -89,16 +97,25 @@ class Cluster:
         self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
         self._chips = places(ray.nodes(), count, chips)
         self._actors: dict[int, Any] = {}
+        self._nodes: dict[int, str | None] = {}
 
     async def start(self, index: int) -> str:
         """Start replica `index`, load its model and return its server's URL."""
         from ray.exceptions import RayActorError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        node = None if self._chips else node_of(index, self._ray.nodes())
+        nodes = await asyncio.to_thread(self._ray.nodes)
+        taken = [node for node in self._nodes.values() if node is not None]
+        node = self._nodes[index] = None if self._chips else node_of(taken, nodes)
         strategy = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
         options = {"num_cpus": 0, "scheduling_strategy": strategy, **self._chips}
         self._actors[index] = actor = self._ray.remote(Actor).options(**options).remote()
+        try:
+            await actor.reached.remote()
+        except RayActorError as error:
+            raise OSError(
+                f"no process of Ray for replica {index} has the token of this machine: {GIVE_TOKEN}"
+            ) from error
         try:
             return await actor.start.remote(self._build, self.keys, self.key, self._host)
         except RayActorError as error:
@@ -108,6 +125,7 @@ class Cluster:
 
     async def stop(self, index: int) -> None:
         """End the process of replica `index` at once, if it has one."""
+        self._nodes.pop(index, None)
         if (actor := self._actors.pop(index, None)) is not None:
             self._ray.kill(actor)
 
@@ -131,7 +149,7 @@ def join() -> str:
     Raises:
         OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
-    # By default, a cluster made by `ray start` has no token, and then runs code for everyone who can reach it.
+    # Without this, `ray start` makes a cluster that runs code for everyone who can reach it, if it finds no token.
     os.environ.setdefault(TOKEN_MODE, "token")
     import ray
     from ray.exceptions import AuthenticationError
@@ -147,11 +165,8 @@ def join() -> str:
     except ConnectionError as error:
         raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: run `ray start` first") from error
     except AuthenticationError as error:
-        raise OSError(
-            f"this machine has no token for the cluster at {ADDRESS}={os.environ[ADDRESS]}, or the wrong one: run "
-            "`ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray "
-            f"with {TOKEN_MODE}=token. {TOKEN_MODE}=disabled joins a cluster that runs code for all who can reach it"
-        ) from error
+        named = f"{ADDRESS}={os.environ[ADDRESS]}"
+        raise OSError(f"this machine has no token for {named}, or the wrong one: {GIVE_TOKEN}") from error
     return ""
 
 
@@ -180,13 +195,13 @@ def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[s
     return {"num_gpus": chips} if kind == "GPU" else {"resources": {"TPU": chips}}
 
 
-def node_of(index: int, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the node id of the machine that runs replica `index`: the machines take turns. None if none is alive.
+def node_of(taken: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the node id of the running machine that is named least often in `taken`; None if no machine runs.
 
     Ray's strategy SPREAD balances resources. Replicas without chips use none, so Ray would put all on one machine.
     """
     present = sorted(node["NodeID"] for node in nodes if node["Alive"])
-    return present[index % len(present)] if present else None
+    return min(present, key=taken.count, default=None)
 
 
 def run(

@@ -1,8 +1,8 @@
 """Request bodies of the OpenAI API, with the fields that the server supports; `replies` builds the responses.
 
 Source: the OpenAI API reference (completions, chat completions, models). The server refuses a request with an unknown
-field and names the field, because a client that sets a field expects it to have an effect. `top_k`, `min_p` and
-`repetition_penalty` extend OpenAI's API, under the names that vLLM uses.
+field and names the field, because a client that sets a field expects it to have an effect. `top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` extend OpenAI's API, under the names that vLLM uses.
 """
 
 import json

@@ -125,7 +125,7 @@ def usage(
 
 
 def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Build the field that vLLM adds to every event of a stream with `continuous_usage_stats`: tokens so far."""
+    """Build the field that `continuous_usage_stats` adds to each event of a stream: the tokens so far of its choice."""
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
     return {"usage": counts | {"total_tokens": prompt_tokens + new_tokens}}
 

@@ -127,6 +127,8 @@ class Server(uvicorn.Server):
         error that loses the signal.
         """
         if self._ending is not None or self.service.draining:
+            if signal.Signals(sig).name == "SIGHUP":  # a terminal that closes sends two, one by its shell
+                return
             self.should_exit = self.force_exit = True
             return
         self.service.drain()
@@ -195,8 +197,9 @@ def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
     """Serve on a socket from `listen` until SIGTERM, SIGHUP or Ctrl-C, and return after the last response."""
     server = Server(configured(create(site), keys), site.service)
     take_signals(server)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        signal.signal(signal.SIGHUP, server.handle_exit)  # its terminal was closed
+    closed = getattr(signal, "SIGHUP", None)  # of the server's terminal; Windows has no such signal
+    if closed is not None and signal.getsignal(closed) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(closed, server.handle_exit)
     logger.info("%s at %s/v1, warming up", site.name, address(bound))
     server.run(sockets=[bound])
 

@@ -1,0 +1,138 @@
+"""Turn the events of a request's choices into its response: whole, or a stream of server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+from tessera.runtime.requests import End, Failure, Token
+from tessera.serve.protocol import Refusal, StreamOptions
+from tessera.serve.replies import Reply, usage, usage_so_far
+from tessera.serve.service import Job
+from tessera.serve.tools import Speech
+
+
+@dataclass(eq=False)
+class Answer:
+    """One choice of a response while it is generated.
+
+    Attributes:
+        index: number of the choice in the response, from 0.
+        policy: name of the attention policy that the choice runs under.
+        prompt_tokens: tokens of its prompt.
+        speech: splitter of the choice's text into plain text and tool calls.
+        tokens: the choice's tokens so far; None unless the response reports token probabilities.
+        job: the choice's request in the service; None before it is submitted.
+        new_tokens: number of tokens so far.
+        end: the engine's last event for the choice; None until the choice is complete.
+    """
+
+    index: int
+    policy: str
+    prompt_tokens: int
+    speech: Speech
+    tokens: list[Token] | None = None
+    job: Job | None = None
+    new_tokens: int = 0
+    end: End | None = None
+
+
+class Stream(StreamingResponse):
+    """Response of server-sent events. It calls `dropped` when it ends, even if the client leaves before any event."""
+
+    def __init__(self, pieces: AsyncIterator[str], dropped: Callable[[], None]):
+        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.dropped = dropped
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.dropped()
+
+
+async def all_ends(queue: asyncio.Queue, count: int) -> None:
+    """Wait until all choices are complete; raise Refusal if one fails."""
+    while count:
+        answer, event = await queue.get()
+        if isinstance(event, Failure):
+            raise _failed(event)
+        if isinstance(event, End):
+            answer.end, count = event, count - 1
+        elif answer.tokens is not None:
+            answer.tokens.append(event)
+
+
+async def stream(
+    reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, options: StreamOptions, prompt_tokens: int
+) -> AsyncIterator[str]:
+    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
+
+    Args:
+        reply: builder of the events.
+        answers: the choices.
+        queue: pairs (choice, event of the engine) as they come.
+        options: which events tell the usage.
+        prompt_tokens: tokens of all prompts together.
+    """
+    left, begun = len(answers), not reply.chat
+    continuous = options.include_usage and options.continuous_usage_stats
+
+    def said(answer: Answer, data: dict[str, Any]) -> str:
+        return _event(data | usage_so_far(answer.prompt_tokens, answer.new_tokens) if continuous else data)
+
+    while left:
+        answer, event = await queue.get()
+        if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
+            begun = True
+            for each in answers:
+                yield said(each, reply.piece(each.index, "", first=True))
+        if isinstance(event, Failure):
+            yield _event(_failed(event).body())
+            return
+        if isinstance(event, End):
+            answer.end, left = event, left - 1
+        answer.new_tokens += isinstance(event, Token)
+        for data in _pieces(reply, answer, event):
+            yield said(answer, data)
+    if options.include_usage:
+        yield _event(reply.last(usage_of(answers, prompt_tokens)))
+    yield "data: [DONE]\n\n"
+
+
+def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
+    """Yield the stream's events for one token, or for the end of an answer."""
+    if isinstance(event, Token):
+        text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
+        if text or shown is not None:
+            yield reply.piece(answer.index, text, token=shown)
+        return
+    calls: list[dict[str, Any]] = []
+    if answer.speech.offered:
+        rest, calls = answer.speech.finish(event.generation.text)
+        if rest:
+            yield reply.piece(answer.index, rest)
+    if calls:
+        yield reply.calls(answer.index, calls)
+    yield reply.piece(answer.index, "", finish="tool_calls" if calls else event.generation.finish_reason)
+
+
+def usage_of(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
+    """Build the usage of a response whose choices have all ended; `prompt_tokens` counts all prompts together."""
+    ends = [answer.end for answer in answers]
+    cached, policies = sum(end.reused_tokens for end in ends), [answer.policy for answer in answers]
+    return usage(prompt_tokens, [end.generation for end in ends], cached, policies)
+
+
+def _event(data: dict) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _failed(event: Failure) -> Refusal:
+    if isinstance(event.error, Refusal):
+        return event.error
+    status = 400 if isinstance(event.error, ValueError | MemoryError) else 500
+    return Refusal(status, str(event.error) or type(event.error).__name__)
