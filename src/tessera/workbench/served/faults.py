@@ -1,11 +1,13 @@
-"""Cases that count faults: leaks, answers that differ under `--exact`, a bad shutdown, a disk cache damaged by SIGKILL.
+"""Cases that count faults: leaks, answers that differ under `--exact`, a bad shutdown, and the harm that SIGKILL does.
 
 Each case takes a `Stand`, which runs the server, and a seed. It returns (name -> figure, name -> fact).
 """
 
 import asyncio
 import json
+import os
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -16,7 +18,9 @@ from pathlib import Path
 import httpx2
 
 from tessera.runtime.spill import audit
-from tessera.workbench.served.child import Client, Server, serving
+from tessera.serve import load
+from tessera.serve.load import Outcome
+from tessera.workbench.served.child import KEYS, READY_S, Client, Server, header, serving
 from tessera.workbench.served.speed import Found
 from tessera.workbench.served.stand import SLOTS, Stand, rate
 
@@ -31,6 +35,10 @@ SETTLED = 0.1
 PROMPTS = 1000
 """Number of prompts that `exact` sends, first one at a time, then SLOTS at a time."""
 KILLS = 100
+STREAMS = 50
+"""Number of streams that are open when `loss` kills a replica."""
+HANG_S = 120.0
+"""Seconds after which `loss` counts a stream without an end as hung."""
 COMPILED = "tessera:recompiles_total"
 
 
@@ -227,3 +235,66 @@ def kills(stand: Stand, seed: int) -> Found:
 async def busy(client: Client, seed: int) -> None:
     """Send prompts that fill the server's pool."""
     await client.crowd(client.prompts(4, 640, seed=seed), 4, clients=2)
+
+
+def loss(stand: Stand, seed: int) -> Found:
+    """Kill one of two replicas under STREAMS streams; count streams that hang, and time until both are ready again.
+
+    A stream whose client had text may end with an error. Any other must be answered by the other replica.
+    """
+    stand.close()
+    flags = (*stand.sizes.model, "--slots", "4", "--queue", "64", "--context", "512", "--replicas", "2")
+    with serving(*flags) as server:
+        try:
+            load_s = server.start_s + wait_for_both(server)
+
+            async def talk(client: Client) -> list[Outcome | BaseException]:
+                prompts = client.prompts(STREAMS, 64, seed=seed)
+                asked = [load.ask(client.http, prompt, 96, header(KEYS[0])) for prompt in prompts]
+                streams = [asyncio.create_task(asyncio.wait_for(each, HANG_S)) for each in asked]
+                await asyncio.sleep(1.0)
+                os.kill(actors(server.process.pid)[0], signal.SIGKILL)
+                return await asyncio.gather(*streams, return_exceptions=True)
+
+            began = time.monotonic()
+            ended = server.drive(talk)
+            until(lambda: server.metric("tessera:replicas_lost_total") == 1)
+            wait_for_both(server)
+            back_s = time.monotonic() - began
+            told = [found for found in ended if isinstance(found, Outcome)]
+            cut = [found for found in told if found.error is not None]
+            figures = {
+                "hung": len(ended) - len(told),
+                "lost_unstarted": sum(not found.pieces_s for found in cut),
+                "late_s": back_s - load_s,
+            }
+            retried = server.metric("tessera:requests_retried_total")
+            facts = {"streams": STREAMS, "cut": len(cut), "retried": retried, "load_s": load_s, "back_s": back_s}
+            return figures, facts
+        finally:
+            server.process.terminate()  # SIGKILL would leave Ray's processes behind
+            server.process.wait(60)
+
+
+def wait_for_both(server: Server) -> float:
+    """Wait until both replicas are ready; return the seconds that this took."""
+    began = time.monotonic()
+    if not until(lambda: server.metric("tessera:replicas_ready") == 2, READY_S):
+        raise ValueError(f"a replica is not ready after {READY_S:g} s: {server.log[-300:]}")
+    return time.monotonic() - began
+
+
+def actors(server: int) -> list[int]:
+    """Return the process ids of the replicas of the server with this process id: descendants that Ray names so."""
+    parents, named = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            pid = int(folder.name)
+            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
+                named.append(pid)
+
+    def descends(pid: int) -> bool:
+        return pid == server or (pid in parents and descends(parents[pid]))
+
+    return sorted(filter(descends, named))

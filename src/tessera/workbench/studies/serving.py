@@ -153,6 +153,17 @@ CASES: Mapping[str, Case] = {
             "control": Goal("the same error if simulated steps take half as long", ">=", 0.3),
         },
     ),
+    "loss": Case(
+        measure=faults.loss,
+        title="kill -9 of one of two replicas under 50 streams",
+        goals={
+            "hung": Goal("streams that hang", "<=", 0),
+            "lost_unstarted": Goal("streams without text that no other replica answered", "<=", 0),
+            "late_s": Goal("seconds until both replicas were ready again, minus those of the first start", "<=", 5),
+        },
+        models=("demo",),
+        once=True,
+    ),
 }
 
 
