@@ -243,7 +243,7 @@ def loss(stand: Stand, seed: int) -> Found:
     A stream whose client had text may end with an error. Any other must be answered by the other replica.
     """
     stand.close()
-    flags = (*stand.sizes.model, "--slots", "4", "--queue", "64", "--context", "512", "--replicas", "2")
+    flags = (*stand.sizes.model, "--slots", "4", "--queue", "256", "--context", "512", "--replicas", "2")
     with serving(*flags) as server:
         try:
             load_s = server.start_s + wait_for_both(server)
@@ -269,7 +269,8 @@ def loss(stand: Stand, seed: int) -> Found:
                 "late_s": back_s - load_s,
             }
             retried = server.metric("tessera:requests_retried_total")
-            facts = {"streams": STREAMS, "cut": len(cut), "retried": retried, "load_s": load_s, "back_s": back_s}
+            errors = dict(Counter(found.error for found in cut))
+            facts = {"streams": STREAMS, "errors": errors, "retried": retried, "load_s": load_s, "back_s": back_s}
             return figures, facts
         finally:
             server.process.terminate()  # SIGKILL would leave Ray's processes behind
