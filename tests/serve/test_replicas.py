@@ -374,7 +374,7 @@ def test_a_cluster_that_asks_for_no_token_is_refused(folder, tmp_path):
         finally:
             process.terminate()
             process.wait(60)
-    assert (found.returncode, "has the token" in found.stderr) == (2, True), found.stderr
+    assert (found.returncode, "lacks Ray's token" in found.stderr) == (2, True), found.stderr
 
 
 def socket_port() -> int:

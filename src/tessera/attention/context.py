@@ -324,7 +324,7 @@ def localise(
 def _merge(parts: tuple[AttentionOut, ...], dtype, *, scatter: bool) -> AttentionOut:
     """Merge results of the same rows over different keys: the `parts` of this device and those of all other devices.
 
-    With `scatter`, each device gets the merged result of its own stripe of rows; without it, that of all rows.
+    With `scatter`, each device gets the merged result for one stripe of rows, otherwise for all rows.
     """
     largest = parts[0].lse
     for part in parts[1:]:

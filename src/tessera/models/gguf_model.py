@@ -154,7 +154,7 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 class _Metadata:
     """A file's metadata under its architecture's prefix; each value is checked when it is read.
 
-    Arguments named `key` omit the prefix: "block_count" stands for "llama.block_count".
+    Arguments named `key` omit the prefix: pass "block_count" for "llama.block_count".
     """
 
     def __init__(self, file: GgufFile):

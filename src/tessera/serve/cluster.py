@@ -114,7 +114,8 @@ class Cluster:
             await actor.reached.remote()
         except RayActorError as error:
             raise OSError(
-                f"no process of Ray for replica {index} has the token of this machine: {GIVE_TOKEN}"
+                f"the process of replica {index} ended before it answered. If its machine lacks Ray's token, "
+                f"{GIVE_TOKEN}"
             ) from error
         try:
             return await actor.start.remote(self._build, self.keys, self.key, self._host)

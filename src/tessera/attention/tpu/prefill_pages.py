@@ -1,8 +1,8 @@
 """Key blocks of a paged TPU prefill call: pages are copied from HBM into one of two buffers while the other is in use.
 
 Contiguous keys reach the body of `prefill` as windows that the grid's pipeline fetches. Paged keys would need one
-window per page. Here, each grid step instead starts the copies of the next key block that its row block needs (or, at
-the end, of the next row block's first key block), and then runs the body of `prefill` on the buffer of its own key
+window per page. Here, each grid step instead starts to copy the next key block of its row block (or, at the end, the
+first key block of the next row block). Then it runs the body of `prefill` on the buffer that holds the current key
 block. Row blocks of one head therefore run in order on one core; heads and sequences are independent.
 """
 
