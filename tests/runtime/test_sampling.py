@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -117,3 +118,9 @@ def test_seeds_are_one_or_one_per_prompt():
         check_seeds([1, 2, 3], 2)
     with pytest.raises(ValueError, match="seed=-1"):
         check_seeds(-1, 1)
+
+
+def test_values_that_are_arrays_become_numbers():
+    """A batch's arrays are cached by the requests' values, so these must be hashable."""
+    given = Sampling(temperature=jnp.float32(0.5), top_k=np.array(3), repetition_penalty=np.float64(1.5))
+    assert {given: 1} == {Sampling(temperature=0.5, top_k=3, repetition_penalty=1.5): 1}

@@ -76,7 +76,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 has no effect")
-        for name, kind in KINDS.items():  # an array is not hashable, and would not be static
+        for name, kind in KINDS.items():  # arrays are not hashable, and caches have these values as keys
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind(value))
 
