@@ -11,6 +11,7 @@ from tiny import CONFIG, save_tiny
 from tessera.generate import load
 from tessera.serve import server, warm
 from tessera.serve.app import Site, create
+from tessera.serve.bodies import Bodies
 
 CONTEXT = 256
 KEY = "a-secret"
@@ -22,7 +23,8 @@ class Running:
     def __init__(self, model, service, keys=()):
         self.service = service
         grammars = warm.grammars_for(model)
-        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT, grammars=grammars)
+        named = {"model": model, "name": "tiny", "service": service, "context": CONTEXT, "grammars": grammars}
+        self.site = Site(**named, bodies=Bodies(CONTEXT))
         self.socket = server.listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -5,6 +5,7 @@ Hypothesis draws requests over the OpenAPI schema: 150 by default, 10,000 with `
 
 import json
 import os
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from live_server import KEY, start, tiny_model
 
-from tessera.serve import front, server
+from tessera.serve import bodies, front, protocol, server
 
 OTHER = "another"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -33,6 +34,7 @@ def handles() -> int:
 def running(tmp_path_factory):
     found = start(tiny_model(tmp_path_factory.mktemp("abuse")), keys=[KEY, OTHER])
     post(found, CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "json_object"}})
+    found.site.bodies.start()
     before = handles()
     yield found
     try:
@@ -186,15 +188,20 @@ def test_no_request_over_the_schema_gets_a_5xx(running, request, part):
         (COMPLETION, {"prompt": "x", "n": 10**9}, 400),
         (COMPLETION, {"prompt": "x", "temperature": float("nan")}, 400),
         (COMPLETION, {"prompt": "x", "repetition_penalty": 1e-40}, 400),
-        (COMPLETION, {"prompt": "x", "stop": ["a"] * 1_000_000}, 400),
+        (COMPLETION, {"prompt": "x", "stop": ["a"] * 1_000_000}, 413),
+        (COMPLETION, {"prompt": "x", "stop": ["a"] * 250_000}, 400),
         (COMPLETION, {"prompt": "x", "logit_bias": {str(id): 1 for id in range(1_000_000)}}, 413),
-        (COMPLETION, {"prompt": [-1] * 1_000_000}, 400),
+        (COMPLETION, {"prompt": [-1] * 250_000}, 400),
+        (COMPLETION, {"prompt": [1] * 250_000}, 400),
+        (COMPLETION, {"prompt": [[1]] * 64 + [[1] * 250_000]}, 400),
         (COMPLETION, {"prompt": [1] * 2_000_000}, 413),
-        (COMPLETION, {"prompt": "x"} | {f"a{i}": 1 for i in range(100_000)}, 400),
+        (COMPLETION, {"prompt": "x"} | {f"a{i}": 1 for i in range(45_000)}, 400),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4096}] * 128}, 413),
         (CHAT, {"messages": HELLO, "tools": [{}] * 100_000}, 400),
         (CHAT, '{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
-        ("/tokenize", {"prompt": "x" * 20_000_000}, 400),
+        ("/tokenize", {"prompt": "x" * 15_000_000}, 400),
+        ("/tokenize", {"prompt": "x" * 20_000_000}, 413),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}] * 4}, 400),
         ("/detokenize", {"tokens": [2**31 - 1] * 10}, 200),
         (CHAT, b"\x1f\x8b\x08\x00" + bytes(1000), 400),
     ],
@@ -205,6 +212,32 @@ def test_a_bad_body_is_refused_soon(running, path, body, status):
     found = post(running, path, body)
     assert (found.status_code, len(found.content) < 1000) == (status, True), found.text[:300]
     assert time.monotonic() - began < front.BODY_S
+
+
+def test_a_large_body_is_parsed_here_only_if_the_worker_accepts_it(running, monkeypatch):
+    parsed = []
+
+    def parse(schema, raw, context):
+        parsed.append(schema)
+        return protocol.parse(schema, raw, context)
+
+    monkeypatch.setattr(bodies, "parse", parse)
+    long = {"prompt": "x", "max_tokens": 1, "user": "u" * bodies.SMALL}
+    assert post(running, COMPLETION, long | {"stop": ["a"] * 17}).json()["error"]["param"] == "stop"
+    assert parsed == []
+    assert post(running, COMPLETION, long).status_code == 200
+    assert parsed == [protocol.CompletionBody]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_costs_at_most_its_own_body(running, monkeypatch, sent):
+    monkeypatch.setattr(bodies, "CHECK_S", 1.0)
+    long = {"prompt": "x", "max_tokens": 1, "user": "u" * 1_000_000}
+    running.site.bodies.start()
+    os.kill(running.site.bodies._worker._process.pid, sent)
+    assert post(running, COMPLETION, long).status_code in ((413,) if sent == signal.SIGSTOP else (200, 413))
+    monkeypatch.undo()
+    assert post(running, COMPLETION, long).status_code == 200
 
 
 @pytest.mark.parametrize("arguments", ['"\\ud800"', "[" * 900 + "]" * 900, "[" * 90_000, "1e999", "9" * 5000])

@@ -28,6 +28,7 @@ from tessera.generate import load
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.serve import cluster, replicas, routing, server, warm
 from tessera.serve.app import Site, create
+from tessera.serve.bodies import Bodies
 from tessera.serve.protocol import ChatBody, CompletionBody
 from tessera.serve.relay import Relay
 from tessera.serve.summed import summed
@@ -51,7 +52,7 @@ class Threads:
     def _start(self, index):
         paging = warm.paging_for(self.model, slots=1, context=CONTEXT, exact=True)
         service = warm.start(self.model, context=CONTEXT, slots=1, queue=16, paging=paging)
-        site = Site(model=self.model, name="tiny", service=service, context=CONTEXT)
+        site = Site(model=self.model, name="tiny", service=service, context=CONTEXT, bodies=Bodies(CONTEXT))
         bound = server.listen("127.0.0.1", 0)
         bound.listen()
         own = server.Server(server.configured(create(site), (*self.keys, self.key)), service)

@@ -200,7 +200,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature=-1"),
         ({"prompt": "x", "seed": -1}, 400, "seed=-1"),
-        ({"prompt": "x", "stop": ["a"] * 1_000_000}, 400, "stop"),
+        ({"prompt": "x", "stop": ["a"] * 1_000_000}, 413, "300,000 commas"),
         ({"prompt": "x", "stream_options": {"x": 1}}, 400, "unknown field stream_options.x"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs=21"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),

@@ -13,6 +13,7 @@ from tessera.generate import load
 from tessera.models.tokenizer import BYTE_TEMPLATE
 from tessera.serve import warm
 from tessera.serve.app import Site, create
+from tessera.serve.bodies import Bodies
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 from tessera.serve.tools import Speech, call_schema, safe_end, split, taught
@@ -120,7 +121,8 @@ def site(tmp_path_factory):
     service = Service(lambda: model.engine(slots=1, num_keys=CONFIG.max_positions), queue=4, metrics=Metrics())
     service.start(lambda engine: None)
     grammars = warm.grammars_for(model)
-    yield Site(model=model, name="tiny", service=service, context=CONFIG.max_positions, grammars=grammars)
+    context, bodies = CONFIG.max_positions, Bodies(CONFIG.max_positions)
+    yield Site(model=model, name="tiny", service=service, context=context, grammars=grammars, bodies=bodies)
     service.stop()
 
 

@@ -161,6 +161,7 @@ class Serve:
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
+        from tessera.serve.bodies import Bodies
         from tessera.serve.front import tenant_of
         from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
@@ -185,4 +186,8 @@ class Serve:
             pins=pinned(model, self.pin or ()),
             tenants=[tenant_of(key) for key in keys] or [""],
         )
-        return Site(model=model, name=self.served_name, service=service, context=context, grammars=grammars)
+        bodies = Bodies(context)
+        bodies.start()
+        return Site(
+            model=model, name=self.served_name, service=service, context=context, grammars=grammars, bodies=bodies
+        )

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tessera.core import interrupt
@@ -28,7 +29,7 @@ class Ended(RuntimeError):
 
 
 class Worker:
-    """Worker process that reads JSON requests and writes JSON replies, one per line.
+    """Worker process that reads JSON requests and writes JSON replies, one per line. Bytes may follow a request.
 
     The process starts when the first request is sent. If it has ended, the next request starts it again.
 
@@ -50,19 +51,16 @@ class Worker:
         self._environment, self._ready_s = environment, ready_s
         self._process: subprocess.Popen | None = None
 
-    def ask(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
-        """Send a request and return the reply; kill the worker if it does not reply within `limit_s` seconds.
+    def ask(self, request: Mapping[str, Any], limit_s: float | None = None, data: bytes = b"") -> dict[str, Any]:
+        """Send a request, followed by `data`, and return the reply.
+
+        If the worker does not reply within `limit_s` seconds, it is killed.
 
         Raises:
             Ended: the worker ended, or was killed, without a reply. The next request starts another worker.
         """
         self.start()  # before the request: start-up does not count towards limit_s
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # _read reports how the worker ended
-        line = self._read(limit_s)
+        line = self._read(limit_s, json.dumps(request).encode() + b"\n" + data)
         self._answered = True
         return json.loads(line)
 
@@ -88,13 +86,17 @@ class Worker:
         interrupt.end_with_us(self._process.pid)
         self._answered, self._errors = False, Tail(self._process.stderr)
 
-    def _read(self, limit_s: float | None) -> str:
+    def _read(self, limit_s: float | None, sent: bytes = b"") -> str:
+        """Send bytes and return the next line of output."""
         late, timer = threading.Event(), None
         if limit_s is not None:
             timer = threading.Timer(limit_s, self._kill, [late])
             timer.start()
         try:
             with interrupt.at_once():
+                with suppress(BrokenPipeError):  # the end of the output says how the worker ended
+                    self._process.stdin.buffer.write(sent)
+                    self._process.stdin.flush()
                 line = self._process.stdout.readline()
         finally:
             if timer is not None:

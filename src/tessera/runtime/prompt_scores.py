@@ -21,7 +21,8 @@ from jaxtyping import Float, Float32, Int32
 from tessera.core.mesh import keep, program
 from tessera.models.decoder import logits
 from tessera.models.layers import Params
-from tessera.runtime.requests import RANKS, Token
+from tessera.runtime.limits import RANKS
+from tessera.runtime.requests import Token
 
 BLOCK = 64
 """Maximum number of rows whose logits are computed at a time."""

@@ -14,7 +14,8 @@ from jaxtyping import Bool
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.runtime.answers import Answer, Generation
-from tessera.runtime.sampling import RANKS, Method, Sampling
+from tessera.runtime.limits import RANKS
+from tessera.runtime.sampling import Method, Sampling
 from tessera.sparse.contract import Reads
 
 
@@ -54,8 +55,8 @@ class Request:
         sampling: sampling parameters.
         seed: seed of the random draws. A draw depends only on the seed, the logits and the number of tokens before it.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
-        top_logprobs: number of best tokens to report per step, at most `sampling.RANKS`.
-        prompt_logprobs: number of best tokens to report per position of the prompt, at most `sampling.RANKS`, together
+        top_logprobs: number of best tokens to report per step, at most `limits.RANKS`.
+        prompt_logprobs: number of best tokens to report per position of the prompt, at most `limits.RANKS`, together
             with the probability of the prompt's own token; None reports neither. Such a request reuses no cached keys,
             because every row of its prompt must be computed. Needs an engine with pages.
         guide: function that makes the Guide of the answer; None restricts nothing. While a request with a guide runs,

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from tessera.core.mesh import keep, program
+from tessera.runtime.limits import RANKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,6 @@ class Method:
         """Return the method with every step that this or the other method has."""
         return Method(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)})
 
-
-RANKS = 20
-"""Number of best tokens that a step with `Method.extra` returns."""
 
 GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 """Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""

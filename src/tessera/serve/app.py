@@ -14,12 +14,12 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from tessera.generate import Model
 from tessera.runtime.requests import Event, Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
+from tessera.serve.bodies import Bodies
 from tessera.serve.front import TENANT
 from tessera.serve.grammar import Grammars
 from tessera.serve.mail import Mail
 from tessera.serve.page import page
 from tessera.serve.protocol import (
-    CHARACTERS,
     CHAT_TOKENS,
     ChatBody,
     CompletionBody,
@@ -29,7 +29,6 @@ from tessera.serve.protocol import (
     StreamOptions,
     TokenizeBody,
     described,
-    parse,
 )
 from tessera.serve.replies import Reply, echoed
 from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
@@ -48,6 +47,7 @@ class Site:
         service: thread that runs the engine.
         context: maximum tokens of one request, prompt and answer together.
         grammars: compiler of grammars for JSON answers; None if the model has no tokenizer or no end-of-sequence token.
+        bodies: parser of request bodies.
         encoding: the only thread that encodes text, because the tokenizer is not thread-safe.
         compiling: the only thread that compiles grammars.
         mail: carries events from the service's thread to the event loop.
@@ -58,6 +58,7 @@ class Site:
     service: Service
     context: int
     grammars: Grammars | None = None
+    bodies: Bodies
     encoding: Turns = field(default_factory=Turns)
     compiling: Turns = field(default_factory=Turns)
     mail: Mail = field(default_factory=Mail)
@@ -85,11 +86,9 @@ def create(site: Site) -> FastAPI:
 
     @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = parse(CompletionBody, await request.body())
+        body = await site.bodies.of(request, CompletionBody)
         _check_model(site, body.model)
         # one turn per prompt: otherwise a request with 64 long prompts would hold the tokenizer for seconds
-        for text in filter(lambda prompt: isinstance(prompt, str), body.prompts):
-            _check_length(site, text, "prompt")
         prompts = [
             await in_turn(request, site.encoding, _encode, site, prompt, f"prompt {index}")
             for index, prompt in enumerate(body.prompts)
@@ -98,7 +97,7 @@ def create(site: Site) -> FastAPI:
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
     async def chat(request: Request) -> Response:
-        body = parse(ChatBody, await request.body())
+        body = await site.bodies.of(request, ChatBody)
         _check_model(site, body.model)
         tokens = await in_turn(request, site.encoding, _render, site, body)
         return await _answer(request, site, body, [tokens])
@@ -128,16 +127,15 @@ def refusal_response(error: Refusal) -> JSONResponse:
 def _add_tokens(app: FastAPI, site: Site) -> None:
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> dict:
-        body = parse(TokenizeBody, await request.body())
+        body = await site.bodies.of(request, TokenizeBody)
         _check_model(site, body.model)
-        _check_length(site, body.prompt, "prompt")
         encode = partial(_tokenizer(site).encode, add_special=body.add_special_tokens)
         tokens = await in_turn(request, site.encoding, encode, body.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
     async def detokenize(request: Request) -> dict:
-        body = parse(DetokenizeBody, await request.body())
+        body = await site.bodies.of(request, DetokenizeBody)
         _check_model(site, body.model)
         return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
 
@@ -176,14 +174,6 @@ def _tokenizer(site: Site):
     return site.model.tokenizer
 
 
-def _check_length(site: Site, text: str, param: str) -> None:
-    """Refuse a text that cannot fit in the context; encoding it would take seconds while other requests wait."""
-    if len(text) > (limit := site.context * CHARACTERS):
-        raise Refusal(
-            400, f"{param} has {len(text):,} characters, but may have at most {limit:,}: shorten it", param=param
-        )
-
-
 def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
     try:
         return site.model.encode_prompt(prompt, name)
@@ -193,7 +183,6 @@ def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
 
 def _render(site: Site, body: ChatBody) -> list[int]:
     messages, tools = [message.plain() for message in body.messages], body.offered
-    _check_length(site, "".join(message["content"] for message in messages), "messages")
     tokenizer = _tokenizer(site)
     used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     try:

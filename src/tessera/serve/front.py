@@ -16,9 +16,9 @@ from tessera.serve.protocol import Refusal
 
 logger = logging.getLogger(__name__)
 
-BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 20
+BODY_S, BODY_BYTES_PER_S = 8.0, 1 << 20
 """A body must arrive within `BODY_S` seconds, plus one second per `BODY_BYTES_PER_S` bytes that have arrived."""
-MAX_BODY = 32 << 20
+MAX_BODY = 16 << 20
 """Maximum bytes of a request's body."""
 MAX_BODIES, SMALL_BODY = 256 << 20, 64 << 10
 """`MAX_BODIES` is the maximum bytes of all bodies that are being read or answered. Beyond it, the server still accepts

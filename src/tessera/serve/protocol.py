@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tessera.runtime.sampling import RANKS
+from tessera.runtime.limits import RANKS
 from tessera.serve.tools import call_schema
 
 MAX_CHOICES = 8
@@ -25,9 +25,9 @@ MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
-MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
-"""Maximum number of commas, and of colons, in a request's body, including those inside strings. Parsing takes about
-1 us per value and 10 us per object, and holds the GIL: all other requests wait."""
+MAX_VALUES, MAX_FIELDS = 300_000, 50_000
+"""Maximum number of commas, and of colons, in a request's body, including those inside strings. Two prompts of 128K
+token ids fit. Parsing holds the GIL, so all other requests wait: at most about 0.1 s."""
 MAX_ERRORS = 1000
 """Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
@@ -52,6 +52,9 @@ class Schema(BaseModel):
     """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    def check(self, context: int) -> None:
+        """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
 
 
 class JsonSchema(Schema):
@@ -183,6 +186,11 @@ class CompletionBody(SamplingFields):
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else self.prompt
 
+    def check(self, context: int) -> None:
+        """Raise Refusal if a prompt cannot fit in `context` tokens."""
+        for prompt in self.prompts:
+            _check_length(prompt, context, "prompt")
+
 
 class TextPart(Schema):
     """A part of a message's content; only text is supported."""
@@ -287,6 +295,10 @@ class ChatBody(SamplingFields):
         """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
+    def check(self, context: int) -> None:
+        """Raise Refusal if the conversation cannot fit in `context` tokens."""
+        _check_length("".join(message.plain()["content"] for message in self.messages), context, "messages")
+
     @property
     def schema_field(self) -> str:
         """Name of the request's field from which `wanted` takes the schema."""
@@ -321,6 +333,10 @@ class TokenizeBody(Schema):
     model: str | None = None
     add_special_tokens: bool = True
 
+    def check(self, context: int) -> None:
+        """Raise Refusal if the text cannot fit in `context` tokens."""
+        _check_length(self.prompt, context, "prompt")
+
 
 class DetokenizeBody(Schema):
     """Body of POST /detokenize."""
@@ -347,8 +363,21 @@ class Refusal(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
 
-def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
+def _check_length(prompt: str | list[int], context: int, param: str) -> None:
+    unit, limit = ("characters", context * CHARACTERS) if isinstance(prompt, str) else ("tokens", context)
+    if len(prompt) > limit:
+        raise Refusal(
+            400, f"{param} has {len(prompt):,} {unit}, but may have at most {limit:,}: shorten it", param=param
+        )
+
+
+def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = None) -> Body:
     """Parse a request's body.
+
+    Args:
+        schema: what the body must be.
+        raw: the body.
+        context: maximum tokens of one request; None accepts prompts of any length.
 
     Raises:
         Refusal: the body is too large or wrong. The message names a wrong field, its value and what the value must be.
@@ -356,7 +385,10 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
     if raw.count(b",") > MAX_VALUES or raw.count(b":") > MAX_FIELDS:
         raise Refusal(413, f"the body has over {MAX_VALUES:,} commas or {MAX_FIELDS:,} colons: send a smaller one")
     try:
-        return schema.model_validate_json(raw)
+        body = schema.model_validate_json(raw)
+        if context is not None:
+            body.check(context)
+        return body
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:
             raise Refusal(

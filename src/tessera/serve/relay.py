@@ -13,8 +13,9 @@ from fastapi import Response
 
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve.app import refusal_response
+from tessera.serve.bodies import Bodies
 from tessera.serve.front import TENANT, Message, Receive, Send
-from tessera.serve.protocol import ChatBody, CompletionBody, Refusal, parse
+from tessera.serve.protocol import ChatBody, CompletionBody, Refusal
 from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
 from tessera.serve.routing import choose, first_page
 from tessera.serve.summed import summed
@@ -42,6 +43,7 @@ class Relay:
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
         self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
+        self._bodies = Bodies()
         self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -123,7 +125,8 @@ class Relay:
         if schema is None or scope["method"] != "POST":
             return None
         tenant = scope[TENANT]
-        return await self._encoding.run(tenant, lambda: first_page(parse(schema, body), self.tokenizer, tenant))
+        parsed = await self._bodies.parse(tenant, schema, body)
+        return await self._encoding.run(tenant, first_page, parsed, self.tokenizer, tenant)
 
     def _key_of(self, scope: Message) -> dict[bytes, bytes]:
         """Return the header with the client's API key, which tells the replica the tenant; {} if keys are not used."""

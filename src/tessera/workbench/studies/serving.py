@@ -17,7 +17,7 @@ import httpx2
 
 from tessera.core import files, hardware
 from tessera.workbench import campaign, evidence
-from tessera.workbench.served import faults, peer, simulated, speed
+from tessera.workbench.served import abuse, faults, peer, simulated, speed
 from tessera.workbench.served.stand import MODELS, Stand
 
 OP = "serving figure"
@@ -163,6 +163,17 @@ CASES: Mapping[str, Case] = {
         },
         models=("demo",),
         once=True,
+    ),
+    "abuse": Case(
+        measure=abuse.abuse,
+        title=f"{abuse.SLOW} slow connections, hostile bodies and grammars without a pause",
+        goals={
+            "others_p99_ratio": Goal("other tenants' p99 time to first text, with / without the attacker", "<=", 1.5),
+            "refused_s": Goal("seconds to the refusal of a hostile body, median of the slowest kind", "<=", 0.1),
+            "cut_s": Goal("longest seconds until a grammar is answered or a slow connection closed", "<=", 10.0),
+            "wrong": Goal("attacks that ended with a 5xx, hung, or got an answer instead of a refusal", "<=", 0),
+        },
+        models=("demo",),
     ),
 }
 

@@ -1,0 +1,36 @@
+"""Check request bodies in a separate process, where parsing does not hold the server's GIL.
+
+The process reads requests from standard input: a line of JSON with the fields "schema" (name of a class in `protocol`),
+"size" and "context" (see `protocol.parse`), and then `size` bytes, the body. It answers each with a line of JSON on
+standard output: {} if the body is right, or else the status, message and param of its `Refusal`.
+"""
+
+import json
+import sys
+
+from tessera.serve import protocol
+
+
+def main() -> int:
+    """Answer requests until standard input ends."""
+    print("ready", flush=True)
+    while line := sys.stdin.buffer.readline():
+        asked = json.loads(line)
+        raw = sys.stdin.buffer.read(asked["size"])
+        print(json.dumps(checked(asked["schema"], raw, asked["context"])), flush=True)
+    return 0
+
+
+def checked(schema: str, raw: bytes, context: int | None) -> dict[str, object]:
+    """Parse a body; return {} if it is right, or else the status, message and param of its refusal."""
+    try:
+        protocol.parse(getattr(protocol, schema), raw, context)
+    except protocol.Refusal as refusal:
+        return {"status": refusal.status, "message": str(refusal), "param": refusal.param}
+    except MemoryError:
+        return {"status": 413, "message": "the body takes too much memory: send a smaller one", "param": None}
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
