@@ -13,6 +13,7 @@ pages run out, a request may have to give up its row and pages, and wait again. 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Pool
 from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
-from tessera.runtime.sampling import Choice, Method, seen_tokens
+from tessera.runtime.sampling import Method, seen_tokens
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
 from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy
@@ -35,7 +36,7 @@ GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
 """Predicted costs of a step, until `warm` measures them."""
 STEP_S = 0.1
 """Maximum predicted seconds of a step in which rows decode, until `warm` derives it from measured costs."""
-STRETCH = 2.0
+STRETCH = 3.0
 """Maximum predicted seconds of a step in which rows decode, as a multiple of the seconds of a pure decode step.
 
 The pure decode step is one of all rows, each with keys for half the context."""
@@ -44,6 +45,16 @@ BURSTS = 8
 
 With fewer, one tenant could run dozens of usual requests before the next tenant's turn."""
 NO_ROOM = "the pool, without its pinned pages, is too small"
+
+
+class Due(NamedTuple):
+    """Something that the device may still be computing, and the step at whose end the host waits for it.
+
+    It is the tokens of a decode step or of a prompt that has ended, or an array of a prefill that has not.
+    """
+
+    step: int
+    found: Pending | jax.Array
 
 
 class PagedLane:
@@ -64,14 +75,15 @@ class PagedLane:
         unit, sizes = pool.paging.unit, tuple(size // pool.paging.unit for size in reversed(pool.paging.sizes))
         burst = max(1, pool.width * pool.paging.page // BURSTS)
         self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=burst)
-        self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what the last step computed
-        self._began_s = 0.0
+        self._step = 0
+        self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what this step computes: prefill, decode
+        self._ahead: list[tuple[int, int]] = []  # the last step's prefill, which the device may still compute
+        self._began_s = self._ended_s = 0.0
         self.slots: list[Row | None] = [None] * slots
         self.waiting: deque[Ticket] = deque()
         self.preempted = 0
         self._rows: dict[int, Row] = {}  # of waiting and running requests, by the ticket's id
-        self._pending: deque[Pending] = deque()
-        self._due = 0
+        self._pending: deque[Due] = deque()
         self._events: list[Event] = []
         self._last = LastTokens(slots, pool.config.vocab_size, pool.mesh)
 
@@ -87,25 +99,40 @@ class PagedLane:
         return PoolState(1 - self.prefix.available / count, self.prefix.num_cached / count, self.preempted)
 
     def advance(self) -> None:
-        """Dispatch one decode step of the rows that are answering, and as much prefill as the scheduler allows."""
+        """Dispatch one decode step of the rows that are answering, and as much prefill as the scheduler allows.
+
+        Without lag, dispatch nothing if the last step's prefill ended a prompt: its first token is handed out before
+        another step.
+        """
+        self._step += 1
         self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
+        if not self._running:
+            self._ahead = []
+        if self.lag == 0 and any(isinstance(due.found, Pending) for due in self._pending):
+            return
         self._admit()
-        before = len(self._pending)
         self._decode()
         self._prefill()
-        after = len(self._pending)
-        guided = any(row.ticket.guide is not None for row in self._running)
-        self._due = max(after - (0 if guided else self.lag), int(after == before))
 
     def collect(self) -> list[Event]:
-        """Wait for the oldest pending steps, as many as `advance` found to be due; return all new events."""
-        self._drain(self._due)
-        if self.lag == 0 and any(self._did):  # else the step has not ended
-            seconds = time.perf_counter() - self._began_s
-            self.scheduler.costs = self.scheduler.costs.observed(*self._did, seconds)
+        """Wait for all that is due in this step, and return the new events."""
+        guided = any(row.ticket.guide is not None for row in self._running)
+        self._drain(self._step + (self.lag if guided else 0))
+        self._observe()
         events, self._events = self._events, []
         return events
+
+    def _observe(self) -> None:
+        """Adjust the scheduler's costs to the time that the device took, if it does not run ahead of the host.
+
+        The host does not wait for the prefill that it has just dispatched, so the device has computed the last step's
+        prefill and this step's decoding since the last call.
+        """
+        began_s, self._ended_s = self._ended_s if self._ahead else self._began_s, time.perf_counter()
+        did, self._ahead = (self._ahead, self._did[1]), self._did[0]
+        if self.lag == 0 and any(did):
+            self.scheduler.costs = self.scheduler.costs.observed(*did, self._ended_s - began_s)
 
     def hold(self, tokens: Sequence[int]) -> Held:
         """Raise ValueError: the prefix cache keeps every prompt's keys, so there is nothing to hold."""
@@ -265,7 +292,7 @@ class PagedLane:
         choice = pick(scores, seen, tickets)
         self._last.update(index, choice)
         self._did[1].extend(row.num_keys for row in rows)
-        self._note(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)])
+        self._note(Pending(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)]), self.lag)
         for row in rows:
             row.work.generated = row.ticket.chosen
             self.scheduler.served(row.work, 1)
@@ -306,6 +333,7 @@ class PagedLane:
                 row.reads[start] = reads
             self.scheduler.served(row.work, end - start)
             if row.prefilling:
+                self._pending.append(Due(self._step + max(1, self.lag), rows.last))
                 continue
             if row.saved is None:
                 self._begin(row, rows.last)
@@ -339,7 +367,7 @@ class PagedLane:
             seen = put(seen_tokens([ticket.request.prompt], vocab_size), mesh)
         choice = pick(self.pool.scores(last), seen, [ticket])
         self._last.place(ticket.row, choice.token, choice.seen)
-        self._note(choice, list(row.reads.values()), [(0, ticket)])
+        self._note(Pending(choice, list(row.reads.values()), [(0, ticket)]), max(1, self.lag))
         row.reads = {}
 
     def _grow(self, row: Row, num_keys: int) -> bool:
@@ -368,7 +396,7 @@ class PagedLane:
 
         If the request has begun to answer, copy its unshared pages to the host.
         """
-        self._drain(len(self._pending))
+        self._drain(self._step + self.lag + 1)
         if row.ticket.open:
             self.preempted += 1
             if row.ticket.chosen and row.saved is None:  # else nothing is written that no prefill can write again
@@ -392,14 +420,19 @@ class PagedLane:
             seen = put(seen_tokens([[*ticket.request.prompt, *tokens]], self.pool.config.vocab_size), self.pool.mesh)
         self._last.place(ticket.row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), seen)
 
-    def _note(self, choice: Choice, reads: Sequence, rows: Sequence[tuple[int, Ticket]]) -> None:
-        for _, ticket in rows:
+    def _note(self, found: Pending, lag: int) -> None:
+        for _, ticket in found.rows:
             ticket.chosen += 1
-        self._pending.append(Pending(choice, reads, rows))
+        self._pending.append(Due(self._step + lag, found))
 
-    def _drain(self, count: int) -> None:
-        for _ in range(min(count, len(self._pending))):
-            events, broken = hand_out(self._pending.popleft(), self.pool.params)
+    def _drain(self, step: int) -> None:
+        """Wait for all that is due at a step or before, in the order of dispatch."""
+        while self._pending and self._pending[0].step <= step:
+            found = self._pending.popleft().found
+            if not isinstance(found, Pending):
+                found.block_until_ready()
+                continue
+            events, broken = hand_out(found, self.pool.params)
             self._events += events
             for ticket in broken:
                 self.prefix.forget(self._rows[ticket.id].pages)

@@ -1,5 +1,6 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ SAMPLINGS = (
     Sampling(repetition_penalty=1.1),
 )
 """Sampling parameters for the warm-up: alone and mixed in one batch, they use every sampling program."""
-SIZES = {"cpu": (64, 64, (256,)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
+SIZES = {"cpu": (64, 64, (256, 128)), "gpu": (64, 256, (4096, 1024)), "tpu": (128, 256, (4096, 1024))}
 """Platform -> (tokens per page, tokens of the smallest prefill program, tokens of the larger prefill programs). The
 second number is the unit: every prefill starts at a multiple of it."""
 SHARE = {True: 0.25, False: 0.8}
@@ -192,6 +193,8 @@ def start(
         for tenant in tenants:
             for tokens in pins:
                 logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
+        gc.collect()
+        gc.freeze()  # else a later collection looks at all of JAX's objects and holds all threads for 0.1 to 0.3 s
 
     service = Service(build, queue=queue, metrics=Metrics(), shared=len(tenants) > 1)
     service.start(warm, prepare)

@@ -1,7 +1,7 @@
 """The case that attacks a server while it serves others: bodies, grammars and sockets that would stop a naive server.
 
-The attacker is a process of its own with one API key. It sends hostile bodies on one connection after another without a
-pause, hostile grammars likewise, and keeps SLOW connections open that never send a whole request.
+The attacker is a process of its own with one API key. It sends one hostile body after another, hostile grammars
+likewise, and keeps SLOW connections open that never send a whole request.
 """
 
 import asyncio
@@ -26,6 +26,9 @@ SLOW = 500
 """Number of connections that the attacker keeps open without sending a whole request."""
 START_S = 4.0
 """Seconds that the attacker needs to start."""
+PAUSE_S = 0.05
+"""Seconds between attacks, like those of a client on another continent. Without them, the attacker's own process would
+take a core, which the server needs too."""
 LIMIT_S = 60.0
 """Seconds after which an attack without a response counts as a hang."""
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -126,6 +129,7 @@ async def _attack(url: str, seconds: float) -> Ends:
         while time.monotonic() < stop:
             for name, sent in attacks:
                 ends[name].append(await send(parts.hostname, parts.port, sent))
+                await asyncio.sleep(PAUSE_S)
 
     requests = [[(name, _request(path, body())) for name, (path, body) in each.items()] for each in (BODIES, GRAMMARS)]
     starts = (b"", b"GET /hea", _request(COMPLETION, b"{}")[:-1])

@@ -27,6 +27,8 @@ STREAMS, STREAM_TOKENS = 8, 256
 """Number of streams that run while a long prompt is prefilled, and the tokens of each stream."""
 CHUNK = 256
 """Tokens of a server's largest prefill step on a CPU."""
+CHUNKS = 5
+"""Number of prompts by which the time of one such step is measured."""
 OTHERS, GREEDY = 3, 10
 """Number of tenants besides the greedy one, and load of the greedy tenant as a multiple of another tenant's."""
 OTHERS_SHARE = 0.1
@@ -132,12 +134,16 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     """Measure how long a long prompt stalls running streams.
 
     The figure is the longest gap between a stream's texts during the long prompt's prefill, divided by the time of one
-    chunk plus the usual gap. The time of a chunk is CHUNK / the prompt's tokens times the time to the first text of an
-    equally long prompt, sent while no other request runs.
+    chunk plus the usual gap. The time of a chunk is the median time to the first text of equally long prompts of which
+    all but the last CHUNK tokens are in the server's cache, sent while no other request runs.
     """
     length = stand.sizes.long
-    first, second = client.prompts(2, length, seed=seed + 700)
+    first, second, *others = client.prompts(2 + CHUNKS, length, seed=seed + 700)
     alone_s = first_s([await client.ask(first, 1)])[0]
+    told = [await client.ask(first[:-CHUNK] + other[-CHUNK:], 1) for other in others]
+    if any(cached(found) != length - CHUNK for found in told):
+        raise ValueError(f"the cache should hold {length - CHUNK} tokens of these prompts: {[*map(cached, told)]}")
+    chunk_s = percentile(first_s(told), 50)
     streams = client.prompts(2 * STREAMS, 64, seed=seed + 800)
     _, start_s = await client.crowd(streams[STREAMS:], 2, clients=STREAMS)
     began = time.perf_counter()
@@ -150,7 +156,6 @@ async def long_prompt(client: Client, stand: Stand, seed: int) -> Found:
     for found in told:
         for before, after in pairwise(found.pieces_s):
             (inside if before < joined_s and after > sent_s else outside).append(after - before)
-    chunk_s = alone_s * CHUNK / length
     facts = {
         "long_tokens": length,
         "long_alone_s": alone_s,

@@ -166,7 +166,7 @@ CASES: Mapping[str, Case] = {
     ),
     "abuse": Case(
         measure=abuse.abuse,
-        title=f"{abuse.SLOW} slow connections, hostile bodies and grammars without a pause",
+        title=f"{abuse.SLOW} slow connections, and hostile bodies and grammars one after the other",
         goals={
             "others_p99_ratio": Goal("other tenants' p99 time to first text, with / without the attacker", "<=", 1.5),
             "refused_s": Goal("seconds to the refusal of a hostile body, median of the slowest kind", "<=", 0.1),
