@@ -19,7 +19,6 @@ from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Paging, Pool, prefill_rows
 from tessera.runtime.requests import End, Event, Failure, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.scheduler import LinearCosts
 from tessera.runtime.step import Session, read_head, score_tokens
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
@@ -409,39 +408,3 @@ def test_a_page_that_is_not_finite_never_reaches_the_disk(model, tmp_path):
     again.submit(request)
     [end] = again.drain()
     assert (end.reused_tokens, end.generation.tokens) == (0, expected)  # the first unit has two pages
-
-
-def answering(model: Model, **options) -> Engine:
-    """Return an engine in which request 0 is answering."""
-    engine = engine_of(model, lag=0, **options)
-    engine.submit(Request(prompt=prompt(20), max_new_tokens=40))
-    while not engine.step():
-        pass
-    return engine
-
-
-def test_no_token_waits_for_the_prefill_of_another_prompt(model):
-    engine = answering(model)
-    engine.submit(Request(prompt=prompt(64), max_new_tokens=4))
-    assert [[event.id for event in engine.step()] for _ in range(3)] == [[0], [1], [0, 1]]
-
-
-def test_one_prefill_at_most_runs_ahead_of_the_host(model):
-    engine = engine_of(model, lag=0, sizes=(64,))
-    engine.submit(Request(prompt=prompt(300), max_new_tokens=1))
-    pending = []
-    while engine.busy:
-        engine.step()
-        pending.append(len(engine.lanes[engine.policy]._pending))
-    assert pending == [1] * 5 + [0]
-
-
-def test_costs_learn_from_what_the_device_computed_meanwhile(model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(LinearCosts, "observed", lambda costs, *did: seen.append(did[:2]) or costs)
-    engine = answering(model, sizes=(64,))
-    engine.submit(Request(prompt=prompt(128), max_new_tokens=4))
-    seen.clear()
-    for _ in range(4):
-        engine.step()
-    assert seen == [([], [21]), ([(0, 64)], [22]), ([(64, 64)], []), ([], [23, 129])]

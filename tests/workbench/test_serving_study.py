@@ -8,7 +8,7 @@ from tessera.core import files
 from tessera.runtime.scheduler import LinearCosts
 from tessera.serve.load import Outcome
 from tessera.workbench.report.figures_served import figures
-from tessera.workbench.served import simulated, stand
+from tessera.workbench.served import abuse, simulated, stand
 from tessera.workbench.studies import serving
 from tessera.workbench.studies.serving import CASES, Case, Goal, grouped, record, study
 
@@ -51,6 +51,15 @@ def test_a_goal_is_met_at_its_bound():
     assert not Goal("", ">=", 3.0).met(2.99)
     assert CASES["crowd"].goal("speedup", "demo").bound == 3.0
     assert CASES["crowd"].goal("speedup", "smollm2").bound == 2.0
+
+
+def test_attacks_are_judged_by_how_they_end():
+    ends = {name: [(413, 0.02), (400, 0.04), (400, 9.0)] for name in abuse.BODIES}
+    ends |= {name: [(200, 0.5), (400, 2.0)] for name in abuse.COSTLY} | {"slow": [(0, 8.0), (408, 8.5)]}
+    assert abuse.judged(ends) == {"refused_s": 0.04, "cut_s": 8.5, "wrong": 0}
+    name, other = next(iter(abuse.BODIES)), next(iter(abuse.COSTLY))
+    ends |= {name: [(200, 0.3)], other: [(500, 0.1), (abuse.HANGS, 60.0)], "slow": [(200, 1.0)]}
+    assert abuse.judged(ends) == {"refused_s": 0.3, "cut_s": 60.0, "wrong": 4}
 
 
 def test_every_figure_of_a_record_is_judged_by_its_median_and_shown():

@@ -1,5 +1,6 @@
 """The `tessera serve` command and its flags. Heavy modules are imported only when the command runs."""
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -123,7 +124,7 @@ class Serve:
         same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
         launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1])
         sizes = {"count": self.replicas, "margin": self.slots}
-        cluster.run(launcher, tokenizer, name=self.served_name, bound=bound, **sizes)
+        cluster.run(launcher, tokenizer, name=self.served_name, context=self.context, bound=bound, **sizes)
         return 0
 
     @property
@@ -177,6 +178,10 @@ class Serve:
         paging = paging_for(model, slots=self.slots, context=context, pages=self.pages, exact=self.exact)
         if self.spill is not None:
             paging = replace(paging, spill=self.spill, spill_bytes=int(self.spill_gb * 1e9))
+        bodies = Bodies(context)
+        bodies.start()
+        gc.collect()
+        gc.freeze()  # else a later collection looks at all objects of JAX, and all threads wait for 0.1 to 0.3 s
         service = start(
             model,
             context=context,
@@ -186,8 +191,6 @@ class Serve:
             pins=pinned(model, self.pin or ()),
             tenants=[tenant_of(key) for key in keys] or [""],
         )
-        bodies = Bodies(context)
-        bodies.start()
         return Site(
             model=model, name=self.served_name, service=service, context=context, grammars=grammars, bodies=bodies
         )

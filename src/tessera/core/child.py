@@ -112,7 +112,8 @@ class Worker:
 
     def _kill(self, late: threading.Event) -> None:
         late.set()
-        os.killpg(self._process.pid, signal.SIGKILL)
+        if (process := self._process) is not None:  # None if it ended just at the limit
+            os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> int | None:
         """Close the worker's input, and return its exit code; None if it is not running.

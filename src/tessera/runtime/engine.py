@@ -55,8 +55,8 @@ class Engine:
             then compiles new programs.
         sizes: lengths of prefill chunks, descending multiples of the policy's query tile. None uses the result of
             `compilation.chunk_sizes`, usually 1,024, 256 and 64.
-        lag: number of steps that the device runs ahead of the host. None means LAG on accelerators and 0 on a CPU,
-            where a step past the end of an answer takes as much time as any other step.
+        lag: number of decode steps that the device runs ahead of the host. None means LAG on accelerators and 0 on a
+            CPU, where a step past the end of an answer takes as much time as any other step.
         cache: dtype of cached keys and values: "int8", or None for the dtype of the weights.
         together: whether to prefill prompts in one batch when enough of them wait to fill all rows of a lane. A server
             switches this off: it then compiles half as many programs, and its prompts seldom arrive together.

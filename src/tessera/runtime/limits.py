@@ -1,4 +1,4 @@
-"""Limits that requests, programs and HTTP bodies share; this module imports nothing, so a worker can read it fast."""
+"""A limit that requests, programs and HTTP bodies share. It is here because a worker process must not import JAX."""
 
 RANKS = 20
 """Number of best tokens that a step with `sampling.Method.extra` returns."""

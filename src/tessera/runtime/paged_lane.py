@@ -56,6 +56,11 @@ class Due(NamedTuple):
     step: int
     found: Pending | jax.Array
 
+    @property
+    def ready(self) -> bool:
+        """Whether the device has computed it."""
+        return (self.found.choice.token if isinstance(self.found, Pending) else self.found).is_ready()
+
 
 class PagedLane:
     """All requests of an engine, with their keys in one pool of pages.
@@ -63,7 +68,7 @@ class PagedLane:
     Args:
         pool: the pool, empty at first.
         slots: number of rows: how many requests can run at the same time.
-        lag: number of steps that the device runs ahead of the host.
+        lag: number of decode steps that the device runs ahead of the host. One prefill step does so in any case.
 
     Attributes:
         prefix: the prefix cache, which finds the pages of prompts by hash.
@@ -107,8 +112,8 @@ class PagedLane:
         self._step += 1
         self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
-        if not self._running:
-            self._ahead = []
+        if not self._running or (self._pending and self._pending[-1].ready):
+            self._ahead = []  # the device waits for the host: who knows since when
         if self.lag == 0 and any(isinstance(due.found, Pending) for due in self._pending):
             return
         self._admit()
@@ -397,6 +402,8 @@ class PagedLane:
         If the request has begun to answer, copy its unshared pages to the host.
         """
         self._drain(self._step + self.lag + 1)
+        self._ahead += self._did[0]  # this step's prefill too is over
+        self._did[0].clear()
         if row.ticket.open:
             self.preempted += 1
             if row.ticket.chosen and row.saved is None:  # else nothing is written that no prefill can write again

@@ -60,7 +60,7 @@ class Request:
             with the probability of the prompt's own token; None reports neither. Such a request reuses no cached keys,
             because every row of its prompt must be computed. Needs an engine with pages.
         guide: function that makes the Guide of the answer; None restricts nothing. While a request with a guide runs,
-            the device does not run ahead of the host.
+            no decode step runs ahead of the host.
         tenant: name of the user or group that the request is charged to. Tenants get equal parts of rows and time, and
             never share keys. Ignored by an engine without pages.
         deadline_s: seconds from the start of the request until its first token is due. None allows one second more than

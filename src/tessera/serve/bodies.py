@@ -1,8 +1,9 @@
 """Parse request bodies. A worker process parses a large body first, because parsing holds the GIL.
 
-A hostile body thus costs the server's process nothing: it is parsed there only after the worker has accepted it.
+The server's own process parses it only after the worker has accepted it. Bodies of one tenant are checked in turn.
 """
 
+import logging
 import sys
 import weakref
 
@@ -12,33 +13,39 @@ from tessera.core.child import Ended, Worker
 from tessera.serve.protocol import Refusal, Schema, parse
 from tessera.serve.turns import Turns, in_turn
 
+logger = logging.getLogger(__name__)
+
 SMALL = 32 << 10
 """Maximum bytes of a body that is parsed at once. That takes 3 ms at most, as long as a request takes anyway."""
 CHECK_S = 10.0
 """Maximum seconds for the worker to check a body. Most take milliseconds, unless the machine is busy."""
 READY_S = 60.0
 """Maximum seconds until the worker process is ready. It starts in half a second on an idle machine."""
-NICENESS = 5
-"""Niceness of the worker: the engine gets most of the processor time."""
 
 
 class Bodies:
     """Parser of the bodies of one server.
 
     Args:
-        context: maximum tokens of one request; None accepts prompts of any length.
+        context: maximum tokens of one request; None accepts prompts of any length (see `protocol.parse`).
     """
 
     def __init__(self, context: int | None = None):
         self.context = context
         self._turns = Turns()
         command = [sys.executable, "-P", "-m", "tessera.serve.body_worker"]
-        self._worker = Worker(command, niceness=NICENESS, ready_s=READY_S)
+        self._worker = Worker(command, ready_s=READY_S)
         weakref.finalize(self, self._worker.close)
 
     def start(self) -> None:
-        """Start the worker process, so that the first large body need not wait for it."""
-        self._worker.start()
+        """Start the worker process, so that the first large body need not wait for it.
+
+        If it does not start, say so in the log; the next large body tries again.
+        """
+        try:
+            self._worker.start()
+        except (Ended, OSError) as error:
+            logger.warning("the process that checks large bodies does not start: %s", error)
 
     async def of[Body: Schema](self, request: Request, schema: type[Body]) -> Body:
         """Parse the body of a request; raise Refusal if it is wrong, or as soon as the client disconnects."""
@@ -55,9 +62,15 @@ class Bodies:
 
     def _check(self, schema: type[Schema], raw: bytes) -> None:
         asked = {"schema": schema.__name__, "size": len(raw), "context": self.context}
+        started = False
         try:
+            self._worker.start()
+            started = True
             reply = self._worker.ask(asked, CHECK_S, raw)
-        except Ended as ended:
-            raise Refusal(413, f"the body takes over {CHECK_S:g} s to read: send a smaller one") from ended
+        except (Ended, OSError) as error:
+            if started and isinstance(error, Ended) and error.late:
+                raise Refusal(413, f"the body takes over {CHECK_S:g} s to check: send a smaller one") from error
+            logger.exception("the process that checks large bodies ended")
+            raise Refusal(503, "the server could not check the body: send the request again", retry_s=5) from error
         if reply:
             raise Refusal(reply["status"], reply["message"], param=reply["param"])

@@ -212,6 +212,7 @@ def run(
     name: str,
     count: int,
     margin: int,
+    context: int | None,
     bound: socket.socket,
 ) -> None:
     """Serve on a socket from `server.listen` with several replicas until SIGTERM or Ctrl-C.
@@ -224,6 +225,7 @@ def run(
         name: the model's name in the log.
         count: number of replicas.
         margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
+        context: maximum tokens of one request; None if only the replicas know it.
         bound: the socket.
 
     Raises:
@@ -232,7 +234,8 @@ def run(
 
     async def serve() -> None:
         replicas = Replicas(launcher, count)
-        front = server.Server(server.configured(Relay(replicas, tokenizer, margin), launcher.keys), replicas)
+        relay = Relay(replicas, tokenizer, margin, context)
+        front = server.Server(server.configured(relay, launcher.keys), replicas)
         server.take_signals(front)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
         logger.info("%s at %s/v1, starting %d replicas", name, server.address(bound), count)

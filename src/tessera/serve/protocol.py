@@ -26,8 +26,8 @@ MAX_TOOLS = 128
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
 MAX_VALUES, MAX_FIELDS = 300_000, 50_000
-"""Maximum number of commas, and of colons, in a request's body, including those inside strings. Two prompts of 128K
-token ids fit. Parsing holds the GIL, so all other requests wait: at most about 0.1 s."""
+"""Maximum number of commas in a request's body, including those inside texts, or twice the context if that is more; and
+maximum number of fields of all its objects. Parsing them takes about 0.1 s."""
 MAX_ERRORS = 1000
 """Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
@@ -252,6 +252,13 @@ class Message(Schema):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def texts(self) -> list[str]:
+        """Content of the message, and the names and arguments of its tool calls."""
+        content = [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
+        calls = [call.function for call in self.tool_calls or ()]
+        return content + [text for call in calls for text in (call.name, call.arguments)]
+
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
         if self.content is None and not self.tool_calls:
@@ -296,8 +303,10 @@ class ChatBody(SamplingFields):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the conversation cannot fit in `context` tokens."""
-        _check_length("".join(message.plain()["content"] for message in self.messages), context, "messages")
+        """Raise Refusal if the conversation and the tools cannot fit in `context` tokens."""
+        texts = [text for message in self.messages for text in message.texts]
+        texts += [json.dumps(tool) for tool in self.offered]
+        _check_length("".join(texts), context, "messages")
 
     @property
     def schema_field(self) -> str:
@@ -382,8 +391,10 @@ def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = No
     Raises:
         Refusal: the body is too large or wrong. The message names a wrong field, its value and what the value must be.
     """
-    if raw.count(b",") > MAX_VALUES or raw.count(b":") > MAX_FIELDS:
-        raise Refusal(413, f"the body has over {MAX_VALUES:,} commas or {MAX_FIELDS:,} colons: send a smaller one")
+    if raw.count(b",") > (limit := max(MAX_VALUES, 2 * (context or 0))):
+        raise Refusal(413, f"the body has over {limit:,} commas: send fewer prompts, or text instead of token ids")
+    if raw.count(b'":') - raw.count(b'\\":') > MAX_FIELDS:  # in a text, a quotation mark follows a backslash
+        raise Refusal(413, f"the body has over {MAX_FIELDS:,} fields: send a smaller one")
     try:
         body = schema.model_validate_json(raw)
         if context is not None:

@@ -39,11 +39,12 @@ class Relay:
         replicas: the replicas.
         tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
         margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
+        context: maximum tokens of one request; None if only the replicas know it.
     """
 
-    def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int):
+    def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int, context: int | None = None):
         self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
-        self._bodies = Bodies()
+        self._bodies = Bodies(context)
         self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

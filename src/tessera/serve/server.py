@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.core import interrupt
@@ -58,21 +59,62 @@ class Work(Protocol):
         """End all work and fail the open requests."""
 
 
+class Flow(FlowControl):
+    """uvicorn's flow control, which also calls `resumed` whenever it lets the connection read again."""
+
+    def __init__(self, transport: asyncio.Transport, resumed: Callable[[], None]):
+        super().__init__(transport)
+        self._resumed = resumed
+
+    def resume_reading(self) -> None:
+        """Read again, if reading was paused."""
+        paused = self.read_paused
+        super().resume_reading()
+        if paused:
+            self._resumed()
+
+
 class Deadlines(H11Protocol):
     """HTTP/1.1 with two deadlines: one for a request's headers, one for a client that does not read its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first request's headers."""
         super().connection_made(transport)
+        self.flow = Flow(transport, self._parse_soon)
+        self._rest = bytearray()  # received, but not parsed
         self._stalled: asyncio.TimerHandle | None = None
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received bytes: `PIECE` at a time or, in a body with Content-Length, all at once."""
-        while data and not self.transport.is_closing():
-            size = len(data) if self._in_plain_body() else PIECE
-            super().data_received(data[:size])
-            data = data[size:]
+        """Parse the received bytes: `PIECE` at a time or, in a body with Content-Length, all at once.
+
+        Other connections get their turn after each piece.
+        """
+        waiting = bool(self._rest)
+        self._rest += data
+        if waiting:
+            self.transport.pause_reading()
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        if self.transport.is_closing():
+            self._rest.clear()
+        if not self._rest or self.flow.read_paused:
+            return
+        size = len(self._rest) if self._in_plain_body() else PIECE
+        piece = bytes(self._rest[:size])
+        del self._rest[:size]
+        super().data_received(piece)
+        if self._rest:
+            self._parse_soon()
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _parse_soon(self) -> None:
+        if self._rest:
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._parse)
 
     def handle_events(self) -> None:
         """Process the received bytes; cancel the deadline for headers once the headers are complete."""

@@ -1,6 +1,5 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
-import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -193,8 +192,6 @@ def start(
         for tenant in tenants:
             for tokens in pins:
                 logger.info("pinned the keys of %d tokens", engine.pin(tokens, tenant))
-        gc.collect()
-        gc.freeze()  # else a later collection looks at all of JAX's objects and holds all threads for 0.1 to 0.3 s
 
     service = Service(build, queue=queue, metrics=Metrics(), shared=len(tenants) > 1)
     service.start(warm, prepare)

@@ -1,6 +1,6 @@
 """The case that attacks a server while it serves others: bodies, grammars and sockets that would stop a naive server.
 
-The attacker is a process of its own with one API key. It sends one hostile body after another, hostile grammars
+The attacker is a process of its own with one API key. It sends one hostile body after another, costly requests
 likewise, and keeps SLOW connections open that never send a whole request.
 """
 
@@ -9,8 +9,9 @@ import json
 import multiprocessing
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,8 +25,6 @@ REQUESTS = 8 * SLOTS
 """Number of the others' requests, without the attacker and again beside it."""
 SLOW = 500
 """Number of connections that the attacker keeps open without sending a whole request."""
-START_S = 4.0
-"""Seconds that the attacker needs to start."""
 PAUSE_S = 0.05
 """Seconds between attacks, like those of a client on another continent. Without them, the attacker's own process would
 take a core, which the server needs too."""
@@ -37,6 +36,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def _json(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body).encode()
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 def _schema(schema: Mapping[str, Any]) -> bytes:
@@ -59,12 +63,14 @@ BODIES: Mapping[str, tuple[str, Callable[[], bytes]]] = {
     "many stops": (COMPLETION, lambda: _json({"prompt": "x", "stop": ["a"] * 250_000})),
     "many wrong tokens": (COMPLETION, lambda: _json({"prompt": [-1] * 250_000})),
     "many unknown fields": (COMPLETION, lambda: _json({"prompt": "x"} | {f"a{i}": 1 for i in range(45_000)})),
+    "long arguments": (CHAT, lambda: _json({"messages": [_call("[" + "1," * 250_000 + "1]"), *HELLO]})),
     "many parts": (CHAT, lambda: _json({"messages": [{"role": "user", "content": [{"type": "text"}] * 4096}] * 10})),
     "many tools": (CHAT, lambda: _json({"messages": HELLO, "tools": [{}] * 250_000})),
     "a long text": (COMPLETION, lambda: _json({"prompt": "x" * 15_000_000})),
 }
 """Name -> path and body of each hostile request that must be refused at once."""
-GRAMMARS: Mapping[str, tuple[str, Callable[[], bytes]]] = {
+COSTLY: Mapping[str, tuple[str, Callable[[], bytes]]] = {
+    "many chunks": (COMPLETION, lambda: b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n"),
     "references": (CHAT, lambda: _schema(_references(40))),
     "itself": (CHAT, lambda: _schema({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]})),
     "parentheses": (CHAT, lambda: _schema({"type": "string", "pattern": "(" * 5000 + "a" + ")" * 5000})),
@@ -72,7 +78,7 @@ GRAMMARS: Mapping[str, tuple[str, Callable[[], bytes]]] = {
     "many items": (CHAT, lambda: _schema({"type": "array", "minItems": 10**9, "items": {"type": "null"}})),
     "many values": (CHAT, lambda: _schema({"enum": list(range(100_000))})),
 }
-"""Name -> path and body of each request whose grammar would take long to compile. It is refused, or answered."""
+"""Name -> path and body of each request that takes long to read or to compile. It is refused, or answered."""
 HANGS = -1
 """Status of an attack that got no response and was not cut within LIMIT_S seconds."""
 
@@ -89,11 +95,11 @@ def abuse(stand: Stand, seed: int) -> Found:
         _, most_s = await client.crowd(prompts[: 2 * SLOTS], sizes.new, clients=SLOTS)
         per_s = SHARE * 2 * SLOTS / most_s
         without = await poisson(client, prompts[2 * SLOTS :][:count], sizes.new, per_s=per_s, seed=seed)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            attacked = asyncio.get_running_loop().run_in_executor(pool, attack, server.url, START_S + count / per_s)
-            await asyncio.sleep(START_S)
+        with attacker(server.url) as pipe:
+            await asyncio.to_thread(pipe.recv)  # it has begun
             beside = await poisson(client, prompts[-count:], sizes.new, per_s=per_s, seed=seed)
-            ends = await attacked
+            pipe.send("end")
+            ends = await asyncio.to_thread(pipe.recv)
         p99_s = [percentile(first_s(told), 99) for told in (without, beside)]
         figures = {"others_p99_ratio": p99_s[1] / p99_s[0]} | judged(ends)
         facts = {name: {"count": len(found), "longest_s": max(s for _, s in found)} for name, found in ends.items()}
@@ -105,9 +111,9 @@ def abuse(stand: Stand, seed: int) -> Found:
 def judged(ends: Ends) -> dict[str, float]:
     """Return the figures of the attacks: seconds to a refusal, seconds to an end, and attacks that ended otherwise."""
     bodies = {name: [seconds for _, seconds in ends[name]] for name in BODIES}
-    others = [seconds for name in (*GRAMMARS, "slow") for _, seconds in ends[name]]
+    others = [seconds for name in (*COSTLY, "slow") for _, seconds in ends[name]]
     wrong = [status for name in BODIES for status, _ in ends[name] if not 400 <= status < 500]
-    wrong += [status for name in GRAMMARS for status, _ in ends[name] if not 200 <= status < 500]
+    wrong += [status for name in COSTLY for status, _ in ends[name] if not 200 <= status < 500]
     wrong += [status for status, _ in ends["slow"] if status not in (0, 408)]
     return {
         "refused_s": max(percentile(found, 50) for found in bodies.values()),
@@ -116,30 +122,48 @@ def judged(ends: Ends) -> dict[str, float]:
     }
 
 
-def attack(url: str, seconds: float) -> Ends:
-    """Attack a server for `seconds`, and until each attack has ended at least once; return how each ended."""
-    return asyncio.run(_attack(url, seconds))
+@contextmanager
+def attacker(url: str) -> Iterator[Connection]:
+    """Run `attack` in a process and yield the other end of its pipe; kill the process at the end."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=attack, args=(url, other), daemon=True)
+    process.start()
+    other.close()
+    try:
+        yield pipe
+    except EOFError as error:
+        raise ValueError("the attacker's process ended early") from error
+    finally:
+        process.kill()
+        process.join()
 
 
-async def _attack(url: str, seconds: float) -> Ends:
+def attack(url: str, pipe: Connection) -> None:
+    """Attack a server. Send True at the start, and `Ends` after a message has come and all attacks have ended."""
+    pipe.send(asyncio.run(_attack(url, pipe)))
+
+
+async def _attack(url: str, pipe: Connection) -> Ends:
     parts, ends = urlsplit(url), defaultdict(list)
-    stop = time.monotonic() + seconds
 
     async def repeat(attacks: Sequence[tuple[str, bytes]]) -> None:
-        while time.monotonic() < stop:
+        while not pipe.poll():
             for name, sent in attacks:
                 ends[name].append(await send(parts.hostname, parts.port, sent))
                 await asyncio.sleep(PAUSE_S)
 
-    requests = [[(name, _request(path, body())) for name, (path, body) in each.items()] for each in (BODIES, GRAMMARS)]
+    requests = [[(name, _request(path, body())) for name, (path, body) in each.items()] for each in (BODIES, COSTLY)]
     starts = (b"", b"GET /hea", _request(COMPLETION, b"{}")[:-1])
     slow = [[("slow", starts[number % len(starts)])] for number in range(SLOW)]
-    await asyncio.gather(*map(repeat, filter(None, [*requests, *slow])))
+    pipe.send(True)
+    await asyncio.gather(*map(repeat, [*requests, *slow]))
     return dict(ends)
 
 
 def _request(path: str, body: bytes) -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEYS[-1]}", f"Content-Length: {len(body)}")
+    size = "Transfer-Encoding: chunked" if body.startswith(b"1\r\n") else f"Content-Length: {len(body)}"
+    lines = (f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEYS[-1]}", size)
     return "\r\n".join((*lines, "", "")).encode() + body
 
 

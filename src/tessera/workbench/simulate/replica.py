@@ -1,5 +1,6 @@
 """One replica: the engine's loop in simulated time, with the real scheduler, page pool and prefix cache.
 
+All tokens of a step appear at its end; the engine hands out those of answering rows before the step's prefill.
 Predicted step times advance the clock. The loop is that of the paged engine: admit requests, decode one token of every
 answering row, prefill what the scheduler allows, publish the pages that prefill filled. A request gets the pages of its
 prompt when it is admitted, and its answer takes more as it grows. When rows or pages run out, the scheduler may choose

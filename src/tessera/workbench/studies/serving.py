@@ -81,7 +81,7 @@ CASES: Mapping[str, Case] = {
             "first_p99_of_unloaded": Goal("time to first text, p99 under load / median without load", "<=", 5.0),
             "gap_p99_of_p50": Goal("time between texts, p99 / median", "<=", 2.0),
             "gap_of_chunk": Goal(
-                "longest time between texts beside a long prompt / (a chunk's time + the usual)", "<=", 1.0
+                "longest time between texts beside a long prompt / (its last chunk alone + the usual)", "<=", 1.0
             ),
         },
     ),
@@ -166,11 +166,11 @@ CASES: Mapping[str, Case] = {
     ),
     "abuse": Case(
         measure=abuse.abuse,
-        title=f"{abuse.SLOW} slow connections, and hostile bodies and grammars one after the other",
+        title=f"{abuse.SLOW} slow connections, and hostile bodies and schemas one after the other",
         goals={
             "others_p99_ratio": Goal("other tenants' p99 time to first text, with / without the attacker", "<=", 1.5),
             "refused_s": Goal("seconds to the refusal of a hostile body, median of the slowest kind", "<=", 0.1),
-            "cut_s": Goal("longest seconds until a grammar is answered or a slow connection closed", "<=", 10.0),
+            "cut_s": Goal("longest seconds until a costly request is answered or a slow connection closed", "<=", 10.0),
             "wrong": Goal("attacks that ended with a 5xx, hung, or got an answer instead of a refusal", "<=", 0),
         },
         models=("demo",),
