@@ -27,10 +27,14 @@ HEADER_S = 8.0
 """Maximum seconds from a connection's start, or from its last response, until a request's headers are complete."""
 WRITE_S = 10.0
 """Maximum seconds for which a connection's send buffer may stay full because the client does not read."""
-PIECE = 4096
+PIECE = 2048
 """Number of bytes to parse at a time, except in a body with Content-Length. A chunk with one byte of body is six bytes
 long and takes 20 us to parse, while other requests wait."""
+LINE, LINES_S = 32, 0.05
+"""If the lines of a chunked body have fewer than `LINE` bytes on average, `LINES_S` seconds pass after each piece."""
 MAX_CONNECTIONS = 1000
+ACCEPTED, UNACCEPTED = 32, 2048
+"""Maximum number of connections that are accepted at a time, while other requests wait, and that wait for it."""
 DRAIN_S = 30.0
 """Maximum seconds for which the server waits for open requests after SIGTERM."""
 
@@ -82,6 +86,7 @@ class Deadlines(H11Protocol):
         super().connection_made(transport)
         self.flow = Flow(transport, self._parse_soon)
         self._rest = bytearray()  # received, but not parsed
+        self._soon: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._await_headers()
 
@@ -98,6 +103,7 @@ class Deadlines(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
+        self._soon = None
         if self.transport.is_closing():
             self._rest.clear()
         if not self._rest or self.flow.read_paused:
@@ -107,14 +113,15 @@ class Deadlines(H11Protocol):
         del self._rest[:size]
         super().data_received(piece)
         if self._rest:
-            self._parse_soon()
+            small = self._in_body() and piece.count(b"\r\n") * LINE > len(piece)
+            self._parse_soon(LINES_S if small else 0.0)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
-    def _parse_soon(self) -> None:
-        if self._rest:
+    def _parse_soon(self, delay_s: float = 0.0) -> None:
+        if self._rest and self._soon is None:
             self.transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._parse)
+            self._soon = asyncio.get_running_loop().call_later(delay_s, self._parse)
 
     def handle_events(self) -> None:
         """Process the received bytes; cancel the deadline for headers once the headers are complete."""
@@ -144,9 +151,11 @@ class Deadlines(H11Protocol):
             self._stalled.cancel()
         super().connection_lost(error)
 
+    def _in_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
     def _in_plain_body(self) -> bool:
-        reading = self.conn.their_state is h11.SEND_BODY
-        return reading and not any(name == b"transfer-encoding" for name, _ in self.headers)
+        return self._in_body() and not any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _await_headers(self) -> None:
         self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self._cut)
@@ -183,6 +192,12 @@ class Server(uvicorn.Server):
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._end, sig)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen. asyncio accepts as many connections at a time as may wait, which would be too many."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(UNACCEPTED)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must stop, because uvicorn says so or the service can no longer answer."""
@@ -234,6 +249,7 @@ def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) ->
         log_level="warning",
         access_log=False,
         limit_concurrency=MAX_CONNECTIONS,
+        backlog=ACCEPTED,
         timeout_keep_alive=int(HEADER_S),
         timeout_graceful_shutdown=5,
         server_header=False,
