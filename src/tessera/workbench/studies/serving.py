@@ -4,6 +4,7 @@ Each case starts `tessera serve` as a child process and drives it over HTTP, onc
 case and seed; `--resume` measures only those that are missing. A figure of speed divides two measurements of one run.
 """
 
+import gc
 import signal
 import statistics
 import subprocess
@@ -204,6 +205,8 @@ def run(chosen: Sequence[str], flags: Any) -> bool:
     }
     code = {name: getattr(evidence.code(), name) for name in campaign.CODE}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    gc.collect()
+    gc.freeze()  # a collection in this process, the client, would delay all requests that it times
     todo = [(name, seed) for name in chosen for seed in range(1 if CASES[name].once else flags.seeds)]
     good = True
     with Stand(sizes=MODELS[flags.model], share=flags.share) as stand, Progress(*columns, console=console) as bar:
