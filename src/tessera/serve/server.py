@@ -6,6 +6,7 @@ could hold a connection indefinitely. This module therefore sets a deadline for 
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import time
@@ -30,8 +31,10 @@ WRITE_S = 10.0
 PIECE = 2048
 """Number of bytes to parse at a time, except in a body with Content-Length. A chunk with one byte of body is six bytes
 long and takes 20 us to parse, while other requests wait."""
-LINE, LINES_S = 32, 0.05
-"""If the lines of a chunked body have fewer than `LINE` bytes on average, `LINES_S` seconds pass after each piece."""
+CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]+(;[^\r\n]*)?\r\n")
+"""Start of a chunk after another chunk."""
+TINY, TINY_S = 32, 0.05
+"""If chunks have fewer than `TINY` bytes on average, `TINY_S` seconds pass after each piece."""
 MAX_CONNECTIONS = 1000
 ACCEPTED, UNACCEPTED = 32, 2048
 """Maximum number of connections that are accepted at a time, while other requests wait, and that wait for it."""
@@ -113,8 +116,8 @@ class Deadlines(H11Protocol):
         del self._rest[:size]
         super().data_received(piece)
         if self._rest:
-            small = self._in_body() and piece.count(b"\r\n") * LINE > len(piece)
-            self._parse_soon(LINES_S if small else 0.0)
+            tiny = self._in_body() and len(CHUNK.findall(piece)) * TINY > len(piece)
+            self._parse_soon(TINY_S if tiny else 0.0)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
