@@ -3,8 +3,10 @@
 Hypothesis draws requests over the OpenAPI schema: 150 by default, 10,000 with `--exhaustive`.
 """
 
+import asyncio
 import json
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from tessera.core.child import Worker
 from tessera.serve import bodies, front, protocol
+from tessera.serve.turns import Turns
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +152,10 @@ def tool(description):
         (CHAT, '{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         ("/tokenize", {"prompt": "x" * 15_000_000}, 400),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call("x" * 100_000)] * 4}]}, 400),
-        (CHAT, {"messages": HELLO, "tools": [tool("x" * 400_000)]}, 400),
+        (CHAT, {"messages": HELLO, "tools": [tool("x" * 400_000)], "tool_choice": "none"}, 400),
+        (CHAT, {"messages": HELLO, "response_format": schema({"const": "x" * 70_000})}, 400),
+        (CHAT, '{"messages": [], "user": [' + "[" * 400_000, 413),
+        ("/health", "{}", 413),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}] * 4}, 400),
         ("/detokenize", {"tokens": [2**31 - 1] * 10}, 200),
         (CHAT, b"\x1f\x8b\x08\x00" + bytes(1000), 400),
@@ -286,6 +292,27 @@ def test_many_long_prompts_of_one_request_delay_no_other(running, monkeypatch):
         assert post(running, COMPLETION, {"prompt": "x", "max_tokens": 1}).status_code == 200
         assert len(begun) < 9  # the other request still waits for the tokenizer
         assert asked.result().status_code == 200
+
+
+def test_a_call_that_its_client_left_keeps_the_tenants_turn():
+    order, go = [], threading.Event()
+
+    async def attack():
+        turns = Turns()
+        left = asyncio.create_task(turns.run("a", lambda: (order.append("a1"), go.wait(60))))
+        while not order:
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(turns.run("a", order.append, "a2"))
+        await asyncio.sleep(0.05)
+        left.cancel()
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(turns.run("b", order.append, "b"))
+        await asyncio.sleep(0.05)
+        go.set()
+        await asyncio.gather(second, other)
+
+    asyncio.run(attack())
+    assert order == ["a1", "b", "a2"]
 
 
 def test_text_of_users_becomes_neither_template_nor_control_token(running):

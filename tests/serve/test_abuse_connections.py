@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import httpx2 as httpx
 import pytest
-from hostile import COMPLETION, HEAD, attacked, check_served, connect, idle, post, raw
+from hostile import COMPLETION, HEAD, OTHER, attacked, check_served, connect, idle, post, raw
 from live_server import KEY
 
 from tessera.serve import front, server
@@ -60,6 +60,8 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
         (f"GET /health HTTP/1.1\r\n{HEAD}X: {'x' * 100_000}\r\n\r\n", 400),
         (f"GET /health HTTP/1.1\r\n{HEAD}" + "X: y\r\n" * 20_000 + "\r\n", 400),
         ("GET /health HTTP/1.1\r\n\r\n", 400),
+        (f"GET /v1/models HTTP/1.1\r\n{HEAD}Authorization: Bearer x\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\nx", 413),
         ("GET /nothing HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health/ HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + "a" * 63 + " b\r\n\r\n", 200),
@@ -117,6 +119,17 @@ def test_a_body_of_tiny_chunks_leaves_turns_to_others(running):
             served += 1
     assert asked.result() == b"HTTP/1.1 400"
     assert served > 3  # parsed at once, these chunks would let one through
+
+
+def test_one_key_cannot_take_the_room_for_all_bodies(running, monkeypatch):
+    monkeypatch.setattr(front, "MAX_BODIES", 400_000)
+    head = f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: 190000\r\n\r\n".encode()
+    with connect(running) as first, connect(running) as second:
+        first.sendall(head + b"x" * 180_000)
+        second.sendall(head + b"x" * 180_000)
+        assert second.recv(12) == b"HTTP/1.1 429"
+        body = {"prompt": "x", "max_tokens": 1, "user": "u" * 100_000}
+        assert post(running, COMPLETION, body, {"Authorization": f"Bearer {OTHER}"}).status_code == 200
 
 
 def test_requests_that_follow_a_body_get_their_own_answers(running):

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,7 +23,7 @@ MAX_BODY = 16 << 20
 """Maximum bytes of a request's body."""
 MAX_BODIES, SMALL_BODY = 256 << 20, 64 << 10
 """`MAX_BODIES` is the maximum bytes of all bodies that are being read or answered. Beyond it, the server still accepts
-a body of at most `SMALL_BODY` bytes."""
+a body of at most `SMALL_BODY` bytes. If there are several API keys, each has at most half of it."""
 DISCARD_S = 1.0
 """Maximum seconds for which the server reads on after it has refused a request."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -52,12 +53,13 @@ class Front:
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
         self.app, self.keys = app, tuple(key.encode() for key in keys)
         self.held = 0  # bytes of all bodies that are being read or answered
+        self._own: Counter[str] = Counter()  # of each tenant
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request with its whole body to the application, or refuse it (400, 401, 403, 408, 413 or 429)."""
         headers, began = dict(scope["headers"]), time.monotonic()
         id, status = headers.get(b"x-request-id", b"")[:64].strip() or uuid4().hex.encode(), 499
-        held = 0
+        held, tenant = 0, ""
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -69,7 +71,13 @@ class Front:
         try:
             if not self.keys:
                 _check_local(headers)
-            scope[TENANT] = self._tenant(scope["path"], headers.get(b"authorization", b""))
+            if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+                raise Refusal(400, "the request has several headers 'Authorization': send one")
+            scope[TENANT] = tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
+            if scope["path"] in OPEN_PATHS and (
+                b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+            ):
+                raise Refusal(413, f"{scope['path']} takes no body: leave it out")
             if b"content-length" in headers and b"transfer-encoding" in headers:
                 # a proxy may obey one and this server the other: the bytes that follow could be another request
                 raise Refusal(400, "the headers content-length and transfer-encoding cannot be combined: send one")
@@ -77,7 +85,9 @@ class Front:
             async for piece in _body(headers, receive):
                 body += piece
                 held, self.held = held + len(piece), self.held + len(piece)
-                if held > SMALL_BODY and self.held > MAX_BODIES:
+                self._own[tenant] += len(piece)
+                most = MAX_BODIES // 2 if len(self.keys) > 1 else MAX_BODIES
+                if held > SMALL_BODY and (self.held > MAX_BODIES or self._own[tenant] > most):
                     raise Refusal(429, "the server holds too many large bodies: try again later", retry_s=5)
             given = [{"type": "http.request", "body": bytes(body), "more_body": False}]
             del body
@@ -87,13 +97,19 @@ class Front:
 
             await self.app(scope, replay, answer)
         except Refusal as refusal:
+            self._release(tenant, held)
+            held = 0
             await _refuse(answer, receive, refusal)
         except ConnectionError:
             pass  # the client closed the connection before its body was complete
         finally:
-            self.held -= held
+            self._release(tenant, held)
         line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
         logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
+
+    def _release(self, tenant: str, held: int) -> None:
+        self.held -= held
+        self._own[tenant] -= held
 
     def _tenant(self, path: str, given: bytes) -> str:
         """Check the API key and return its tenant; "" if the path or the server needs no key."""

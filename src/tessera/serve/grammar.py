@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
+from tessera.serve.protocol import SCHEMA_CHARACTERS
 
 COMPACT = {"whitespace_flexible": False}
 """Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""
@@ -27,8 +28,6 @@ LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max
 server relies on them."""
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
-SCHEMA_CHARACTERS = 1 << 16
-"""Maximum characters of a schema. For some larger schemas, llguidance takes seconds."""
 COMPILE_S = 2.0
 """Maximum seconds to compile a schema; most schemas take milliseconds."""
 READY_S = 60.0

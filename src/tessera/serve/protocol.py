@@ -15,19 +15,20 @@ from tessera.runtime.limits import RANKS
 from tessera.serve.tools import call_schema
 
 MAX_CHOICES = 8
-"""Maximum number of answers to one prompt (`n`)."""
+"""Maximum number of answers to one prompt."""
 MAX_PROMPTS = 64
 """Maximum number of prompts in one completion request."""
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
 MAX_VALUES, MAX_FIELDS = 300_000, 50_000
-"""Maximum number of commas in a request's body, including those inside texts, or twice the context if that is more; and
-maximum number of fields of all its objects. Parsing them takes about 0.1 s."""
+"""Maximum number of commas and of opening brackets in a request's body, including those inside texts (of commas, twice
+the context if that is more); and maximum number of fields of all its objects. Parsing them takes about 0.1 s."""
+SCHEMA_CHARACTERS = 1 << 16
+"""Maximum characters of a schema. For some larger schemas, llguidance takes seconds."""
 MAX_ERRORS = 1000
 """Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
@@ -117,6 +118,13 @@ class SamplingFields(Schema):
     response_format: ResponseFormat | None = None
     ignore_eos: bool = False
 
+    def check(self, context: int) -> None:
+        """Raise Refusal if the schema that the answer must follow is too long."""
+        form = self.response_format and self.response_format.json_schema
+        if form is not None and (size := len(json.dumps(form.schema_))) > SCHEMA_CHARACTERS:
+            said = f"the schema has {size:,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
+            raise Refusal(400, said, param="response_format")
+
     @property
     def bias(self) -> dict[int, float]:
         """Number to add to the logit of each token id."""
@@ -188,6 +196,7 @@ class CompletionBody(SamplingFields):
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens."""
+        super().check(context)
         for prompt in self.prompts:
             _check_length(prompt, context, "prompt")
 
@@ -305,7 +314,8 @@ class ChatBody(SamplingFields):
     def check(self, context: int) -> None:
         """Raise Refusal if the conversation and the tools cannot fit in `context` tokens."""
         texts = [text for message in self.messages for text in message.texts]
-        texts += [json.dumps(tool) for tool in self.offered]
+        texts += [json.dumps(tool.model_dump(exclude_none=True)) for tool in self.tools or ()]
+        super().check(context)
         _check_length("".join(texts), context, "messages")
 
     @property
@@ -375,9 +385,8 @@ class Refusal(Exception):
 def _check_length(prompt: str | list[int], context: int, param: str) -> None:
     unit, limit = ("characters", context * CHARACTERS) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > limit:
-        raise Refusal(
-            400, f"{param} has {len(prompt):,} {unit}, but may have at most {limit:,}: shorten it", param=param
-        )
+        said = f"{param} has {len(prompt):,} {unit}, but may have at most {limit:,}: shorten it"
+        raise Refusal(400, said, param=param)
 
 
 def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = None) -> Body:
@@ -393,8 +402,9 @@ def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = No
     """
     if raw.count(b",") > (limit := max(MAX_VALUES, 2 * (context or 0))):
         raise Refusal(413, f"the body has over {limit:,} commas: send fewer prompts, or text instead of token ids")
-    if raw.count(b'":') - raw.count(b'\\":') > MAX_FIELDS:  # in a text, a quotation mark follows a backslash
-        raise Refusal(413, f"the body has over {MAX_FIELDS:,} fields: send a smaller one")
+    fields = raw.count(b'":') - raw.count(b'\\":')  # in a text, a quotation mark follows a backslash
+    if raw.count(b"[") + raw.count(b"{") > MAX_VALUES or fields > MAX_FIELDS:
+        raise Refusal(413, f"the body has over {MAX_VALUES:,} opening brackets or {MAX_FIELDS:,} fields: send less")
     try:
         body = schema.model_validate_json(raw)
         if context is not None:

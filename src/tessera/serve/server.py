@@ -34,7 +34,7 @@ long and takes 20 us to parse, while other requests wait."""
 CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]+(;[^\r\n]*)?\r\n")
 """Start of a chunk after another chunk."""
 TINY, TINY_S = 32, 0.05
-"""If chunks have fewer than `TINY` bytes on average, `TINY_S` seconds pass after each piece."""
+"""If chunks have fewer than `TINY` bytes on average, the server parses one such piece every `TINY_S` seconds."""
 MAX_CONNECTIONS = 1000
 ACCEPTED, UNACCEPTED = 32, 2048
 """Maximum number of connections that are accepted at a time, while other requests wait, and that wait for it."""
@@ -82,7 +82,13 @@ class Flow(FlowControl):
 
 
 class Deadlines(H11Protocol):
-    """HTTP/1.1 with two deadlines: one for a request's headers, one for a client that does not read its answer."""
+    """HTTP/1.1 with two deadlines: one for a request's headers, one for a client that does not read its answer.
+
+    Attributes:
+        tiny_s: time on the loop's clock until which pieces of tiny chunks are planned, of all connections.
+    """
+
+    tiny_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first request's headers."""
@@ -117,9 +123,15 @@ class Deadlines(H11Protocol):
         super().data_received(piece)
         if self._rest:
             tiny = self._in_body() and len(CHUNK.findall(piece)) * TINY > len(piece)
-            self._parse_soon(TINY_S if tiny else 0.0)
+            self._parse_soon(self._turn_of_tiny() if tiny else 0.0)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _turn_of_tiny(self) -> float:
+        """Return the seconds until this connection may parse its next piece of tiny chunks; all take turns."""
+        now_s = asyncio.get_running_loop().time()
+        Deadlines.tiny_s = max(Deadlines.tiny_s, now_s) + TINY_S
+        return Deadlines.tiny_s - now_s
 
     def _parse_soon(self, delay_s: float = 0.0) -> None:
         if self._rest and self._soon is None:
@@ -221,7 +233,8 @@ class Server(uvicorn.Server):
 
     async def _drained(self) -> None:
         deadline = time.monotonic() + DRAIN_S
-        while self.service.open and time.monotonic() < deadline:
+        # tasks: also requests whose bodies are still read or checked
+        while (self.service.open or self.server_state.tasks) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.service.open:
             logger.warning("%d requests did not end within %g s: stopping them", self.service.open, DRAIN_S)

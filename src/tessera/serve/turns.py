@@ -25,8 +25,26 @@ class Turns:
 
     async def run[Result](self, tenant: str, work: Callable[..., Result], *args: object) -> Result:
         """Call `work` on the thread when it is the tenant's turn, and return the result."""
-        async with self._own[tenant]:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        begun = False
+
+        def call() -> Result:
+            nonlocal begun
+            begun = True
+            return work(*args)
+
+        async def turn() -> Result:
+            async with self._own[tenant]:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+        task = asyncio.create_task(turn())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if begun:  # the tenant's next call must wait until this one has ended
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            else:
+                task.cancel()
+            raise
 
 
 async def in_turn[Result](request: Request, turns: Turns, work: Callable[..., Result], *args: Any) -> Result:
