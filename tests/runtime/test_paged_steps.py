@@ -59,28 +59,23 @@ def test_one_prefill_at_most_runs_ahead_of_the_host(model):
     assert pending == [1] * 5 + [0]
 
 
-def test_costs_learn_from_what_the_device_computed_meanwhile(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("ready", "expected"),
+    [
+        (False, [([], [21]), ([(0, 64)], [22]), ([(64, 64)], []), ([], [23, 129])]),
+        (True, [([], [21]), ([], [22]), ([], [23, 129])]),  # each prefill ended at an unknown time
+    ],
+)
+def test_costs_learn_from_what_the_device_computed_meanwhile(model, monkeypatch, ready, expected):
     seen = []
-    monkeypatch.setattr(Due, "ready", False)
+    monkeypatch.setattr(Due, "ready", ready)
     monkeypatch.setattr(LinearCosts, "observed", lambda costs, *did: seen.append(did[:2]) or costs)
     engine = answering(model, sizes=(64,))
     engine.submit(Request(prompt=prompt(128), max_new_tokens=4))
     seen.clear()
     for _ in range(4):
         engine.step()
-    assert seen == [([], [21]), ([(0, 64)], [22]), ([(64, 64)], []), ([], [23, 129])]
-
-
-def test_costs_do_not_learn_from_a_prefill_that_ended_at_an_unknown_time(model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Due, "ready", True)
-    monkeypatch.setattr(LinearCosts, "observed", lambda costs, *did: seen.append(did[:2]) or costs)
-    engine = answering(model, sizes=(64,))
-    engine.submit(Request(prompt=prompt(128), max_new_tokens=4))
-    seen.clear()
-    for _ in range(4):
-        engine.step()
-    assert seen == [([], [21]), ([], [22]), ([], [23, 129])]
+    assert seen == expected
 
 
 class Counting:

@@ -113,7 +113,7 @@ class PagedLane:
         self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
         if not self._running or (self._pending and self._pending[-1].ready):
-            self._ahead = []  # the device waits for the host: who knows since when
+            self._ahead = []  # it ended at an unknown time
         if self.lag == 0 and any(isinstance(due.found, Pending) for due in self._pending):
             return
         self._admit()

@@ -16,11 +16,11 @@ from tessera.serve.turns import Turns, in_turn
 logger = logging.getLogger(__name__)
 
 SMALL = 32 << 10
-"""Maximum bytes of a body that is parsed at once. That takes 3 ms at most, as long as a request takes anyway."""
+"""Maximum bytes of a body that the server parses without the worker."""
 CHECK_S = 5.0
 """Maximum seconds for the worker to check a body. Most take milliseconds, unless the machine is busy."""
 READY_S = 60.0
-"""Maximum seconds until the worker process is ready. It starts in half a second on an idle machine."""
+"""Maximum seconds until the worker process is ready. The server starts it before the engine."""
 
 
 class Bodies:

@@ -1,7 +1,7 @@
-"""The case that attacks a server while it serves others: bodies, grammars and sockets that would stop a naive server.
+"""The case that attacks a server while it serves others: hostile bodies, costly requests and slow connections.
 
-The attacker is a process of its own with one API key. It sends one hostile body after another, costly requests
-likewise, and keeps SLOW connections open that never send a whole request.
+A separate process with one API key is the attacker. It sends the bodies one after another and, at the same time, the
+costly requests one after another. It also keeps SLOW connections open that never send a whole request.
 """
 
 import asyncio
