@@ -81,6 +81,8 @@ def test_wrong_http_gets_one_answer(running, sent, status):
     found = raw(running, sent.encode("latin-1") + b"\r\n")
     assert found.startswith(f"HTTP/1.1 {status}".encode()), found[:300]
     assert found.count(b"HTTP/1.1 ") <= 2
+    if status != 200 and not sent.startswith("HEAD"):
+        assert b'{"error": {"message": "' in found
 
 
 @pytest.mark.parametrize(

@@ -471,6 +471,8 @@ def test_a_signal_ends_the_server_after_the_open_answers(model, number):
         asked = {"model": "tiny", "prompt": "x"}
         events = iter(client.completions.create(**asked, n=8, max_tokens=200, stream=True, temperature=0))
         next(events)
+        late = socket.create_connection(("127.0.0.1", httpx.URL(url).port))
+        late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n{")
         for _ in range(2 if number == signal.SIGHUP else 1):  # a terminal that closes sends two
             process.send_signal(number)
             time.sleep(0.1)
@@ -479,6 +481,9 @@ def test_a_signal_ends_the_server_after_the_open_answers(model, number):
         assert refused.value.status_code == 503
         assert int(refused.value.response.headers["retry-after"]) > 0
         assert [event.choices[0].finish_reason for event in events][-1] in ("stop", "length")
+        late.sendall(b'"prompt": "x"}')
+        with late:
+            assert late.recv(12) == b"HTTP/1.1 503"  # not cut, though no answer was open any more
         said = process.stderr.read()
         assert (process.wait(20), "Traceback" in said) == (0, False), said
 

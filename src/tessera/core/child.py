@@ -19,12 +19,14 @@ class Ended(RuntimeError):
     Attributes:
         status: the worker's exit code, or minus the number of the signal that ended it.
         late: whether the worker was killed because it exceeded its time limit.
+        spent: whether the worker ended by its own limit on processor time (SIGPROF).
         answered: whether the worker had answered an earlier request.
         said: the last lines of the worker's standard error.
     """
 
     def __init__(self, status: int, late: bool, answered: bool, said: str):
         super().__init__(f"the worker ended with exit status {status}: {said}")
+        self.spent = status == -signal.SIGPROF
         self.status, self.late, self.answered, self.said = status, late, answered, said
 
 

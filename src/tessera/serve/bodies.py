@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 
 SMALL = 32 << 10
 """Maximum bytes of a body that the server parses without the worker."""
-CHECK_S = 5.0
-"""Maximum seconds for the worker to check a body. Most take milliseconds, unless the machine is busy."""
+CHECK_S, WAIT_S = 5.0, 10.0
+"""Maximum seconds of processor time for the worker to check a body, which is the body's fault if they are exceeded, and
+maximum seconds to wait for it, which on a busy machine are not. Most bodies take milliseconds."""
 READY_S = 60.0
 """Maximum seconds until the worker process is ready. The server starts it before the engine."""
 
@@ -61,15 +62,12 @@ class Bodies:
         return parse(schema, raw, self.context)
 
     def _check(self, schema: type[Schema], raw: bytes) -> None:
-        asked = {"schema": schema.__name__, "size": len(raw), "context": self.context}
-        started = False
+        asked = {"schema": schema.__name__, "size": len(raw), "context": self.context, "limit_s": CHECK_S}
         try:
-            self._worker.start()
-            started = True
-            reply = self._worker.ask(asked, CHECK_S, raw)
+            reply = self._worker.ask(asked, WAIT_S, raw)
         except (Ended, OSError) as error:
-            if started and isinstance(error, Ended) and error.late:
-                raise Refusal(413, f"the body takes over {CHECK_S:g} s to check: send a smaller one") from error
+            if isinstance(error, Ended) and error.spent:
+                raise Refusal(413, f"the body takes over {CHECK_S:g} s of processor time to check: send a smaller one") from error
             logger.exception("the process that checks large bodies ended")
             raise Refusal(503, "the server could not check the body: send the request again", retry_s=5) from error
         if reply:

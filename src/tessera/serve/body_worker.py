@@ -1,12 +1,14 @@
 """Check request bodies in a separate process, where parsing does not hold the server's GIL.
 
 The process reads requests from standard input: a line of JSON with the fields "schema" (name of a class in `protocol`),
-"size" and "context" (see `protocol.parse`), and then `size` bytes, the body. It answers each with a line of JSON on
-standard output: {} if the body is right, or else the status, message and param of its `Refusal`.
+"size", "context" (see `protocol.parse`) and "limit_s", and then `size` bytes, the body. It answers each with a line of
+JSON on standard output: {} if the body is right, or else the status, message and param of its `Refusal`. A body that
+takes over `limit_s` seconds of processor time ends the process.
 """
 
 import json
 import os
+import signal
 import sys
 
 from tessera.serve import protocol
@@ -18,11 +20,15 @@ NICENESS = 5
 def main() -> int:
     """Answer requests until standard input ends."""
     os.nice(NICENESS)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores SIGPROF passes that on
     print("ready", flush=True)
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         raw = sys.stdin.buffer.read(asked["size"])
-        print(json.dumps(checked(asked["schema"], raw, asked["context"])), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, asked["limit_s"])
+        reply = checked(asked["schema"], raw, asked["context"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
     return 0
 
 

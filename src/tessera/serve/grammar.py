@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
-from tessera.serve.protocol import SCHEMA_CHARACTERS
+from tessera.serve.protocol import SCHEMA_CHARACTERS, Refusal
 
 COMPACT = {"whitespace_flexible": False}
 """Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""
@@ -28,8 +28,9 @@ LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max
 server relies on them."""
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
-COMPILE_S = 2.0
-"""Maximum seconds to compile a schema; most schemas take milliseconds."""
+COMPILE_S, WAIT_S = 2.0, 6.0
+"""Maximum seconds of processor time to compile a schema, which is the schema's fault if they are exceeded, and maximum
+seconds to wait for it, which on a busy machine are not. Most schemas take milliseconds."""
 READY_S = 60.0
 """Maximum seconds until the worker process is ready. It starts in 0.3 s on an idle machine."""
 
@@ -64,6 +65,7 @@ class Grammars:
 
         Raises:
             ValueError: the schema is wrong, unsupported or too large, or takes too long to compile.
+            Refusal: the worker process got no processor time to compile it.
         """
         text = json.dumps(schema)
         if len(text) > SCHEMA_CHARACTERS:
@@ -79,9 +81,13 @@ class Grammars:
         asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "schema": schema, "limit_s": COMPILE_S}
         with self._lock:
             try:
-                reply = self._worker.ask(asked, COMPILE_S)
+                reply = self._worker.ask(asked, WAIT_S)
             except Ended as ended:
-                reason = f"it takes over {COMPILE_S:g} s to compile" if ended.late else "its references are too deep"
+                if ended.late:
+                    message = "the server could not compile the schema in time: send the request again"
+                    raise Refusal(503, message, retry_s=5) from ended
+                slow = f"it takes over {COMPILE_S:g} s of processor time to compile"
+                reason = slow if ended.spent else "its references are too deep"
                 raise ValueError(f"the schema is refused, because {reason}: simplify it") from ended
         if "error" in reply:
             raise ValueError(f"llguidance refuses the schema: {reply['error'][:300]}")

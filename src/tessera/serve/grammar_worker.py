@@ -2,12 +2,11 @@
 
 The process reads one JSON request per line from standard input, with the fields "tokenizer" (path of a tokenizer.json),
 "vocab_size", "eos_ids", "limits", "overrides", "schema" and "limit_s". It answers each with a line of JSON on standard
-output, with the field "grammar" or "error". It runs this file directly and imports only llguidance and the standard
-library.
+output, with the field "grammar" or "error". A schema that takes over `limit_s` seconds of processor time ends the
+process. It runs this file directly and imports only llguidance and the standard library.
 """
 
 import json
-import math
 import resource
 import signal
 import sys
@@ -26,7 +25,7 @@ server's stack."""
 
 def main() -> int:
     """Answer requests until standard input ends."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores SIGALRM passes that on
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores SIGPROF passes that on
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
@@ -42,12 +41,12 @@ def answer() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.alarm(math.ceil(request.pop("limit_s")) + 1)  # ends the process even if the parent is killed meanwhile
+        signal.setitimer(signal.ITIMER_PROF, request.pop("limit_s"))
         try:
             reply = compiled(**request)
         except (ValueError, MemoryError) as error:
             reply = {"error": str(error)}
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
 

@@ -5,6 +5,7 @@ could hold a connection indefinitely. This module therefore sets a deadline for 
 """
 
 import asyncio
+import json
 import logging
 import re
 import signal
@@ -21,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tessera.core import interrupt
 from tessera.serve.app import Site, create
 from tessera.serve.front import Front
+from tessera.serve.protocol import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,17 @@ class Deadlines(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in the API's form; if an answer has begun, only close the connection."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self._cut()
+            return
+        body = json.dumps(Refusal(400, "the request is not valid HTTP/1.1, or its headers are larger than 16 KiB").body())
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        for event in (h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body.encode())):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Start the deadline for the headers of the connection's next request."""
