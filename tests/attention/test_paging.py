@@ -6,6 +6,7 @@ import itertools
 import calls
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from paged_calls import check_against_oracle, contiguous, draw, paged, program, run
 
@@ -48,6 +49,19 @@ def test_pages_equal_contiguous_keys_bit_for_bit(kernel, keys, groups, page):
     for shuffled in (False, True):
         parts = run(kernel, call, paged(call, page, shuffled=shuffled), config(kernel, 128))
         assert [x.tobytes() for x in parts] == [x.tobytes() for x in whole]
+
+
+@pytest.mark.parametrize("kernel", [k for k in BLOCKED if k.phase == "decode"], ids=lambda kernel: kernel.name)
+def test_the_bits_of_a_sequence_do_not_depend_on_the_others(kernel):
+    """`tessera serve --exact` promises this: sequence 0 beside two long ones and beside two rows that are not in use."""
+    role = "sparse" if kernel.role == "sparse" else "dense"
+    call = draw(role, "decode", "float32", 4, lengths=(600, 640, 640), head_dim=64)
+    kv = paged(call, 64, shuffled=True)
+    alone = call._replace(q_start=(599, 0, 0), kv_len=(600, 0, 0), q_len=(1, 0, 0))
+    if role == "sparse":
+        alone = alone._replace(count=call.count * np.array([1, 0, 0])[:, None, None])
+    beside, single = (run(kernel, each, kv, config(kernel, 64)) for each in (call, alone))
+    assert [x[0].tobytes() for x in beside] == [x[0].tobytes() for x in single]
 
 
 @pytest.mark.parametrize("kernel", [k for k in BLOCKED if k.role != "sparse"], ids=lambda kernel: kernel.name)

@@ -2,14 +2,15 @@
 
 The speed of decode is limited by reading the KV cache. The G query heads of a KV head therefore share each read, and
 the whole cache is never copied. The number of blocks read is a run-time value that follows kv_len and the window, not
-the size of the cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H
-elements; the sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are
-read. Paged keys are also copied out of their pages one block at a time; a block then consists of whole pages.
+the size of the cache. Only blocks at the ends of the visible range are masked, or all blocks of paged keys. Each
+visible key costs a read of 2 K H elements; the sparse role reads only the listed tiles. Int8 keys and values are
+widened one block at a time, as they are read. Paged keys are also copied out of their pages one block at a time; a
+block then consists of whole pages.
 """
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,6 +98,25 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
     return start, full_start, full_stop, stop
 
 
+def over_blocks[Carry](
+    step: Callable[..., Carry], carry: Carry, keys: Range, block_s: int, kv: KeyValues, spec: AttentionSpec
+) -> Carry:
+    """Return `carry` after `step(block, carry, masked=...)` for each block that has visible keys.
+
+    With pages, every block is masked. Whether a block needs a mask depends on the other sequences of the batch, and XLA
+    compiles masked and unmasked blocks to arithmetic that differs in the last bit; `tessera serve --exact` promises the
+    same bits beside any other requests.
+    """
+    start, full_start, full_stop, stop = block_runs(keys, block_s, kv.num_keys)
+    masked = functools.partial(step, masked=True)
+    if kv.pages is not None:
+        return jax.lax.fori_loop(start, stop, masked, carry)
+    if spec.window is not None:
+        carry = jax.lax.fori_loop(start, full_start, masked, carry)
+    carry = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), carry)
+    return jax.lax.fori_loop(full_stop, stop, masked, carry)
+
+
 class KeyBlock(NamedTuple):
     """One block of P keys: scores y in bits (times log2(e)), values, scales of int8 values, and the first position."""
 
@@ -171,20 +191,16 @@ def attend_dense(
     num_keys = kv.num_keys
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
     keys = decode_range(spec, positions, num_keys)
-    start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
 
     def step(block: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
         read = read_block(q, kv, block * block_s, block_s, keys if masked else None, spec)
         return absorb(state, read.y, read.v, scale=read.scale)[0]
 
     def one_by_one() -> SoftmaxState:
-        state = init_state(q.shape[:3], q.shape[3])
-        if spec.window is not None:
-            state = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), state)
-        state = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), state)
-        return jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), state)
+        return over_blocks(step, init_state(q.shape[:3], q.shape[3]), keys, block_s, kv, spec)
 
     if size := at_once_size(q, kv):
+        start, _, _, stop = block_runs(keys, block_s, num_keys)
         most = 2 * block_s * (stop - start) >= num_keys
         # Without the barrier, XLA moves the slice of a stacked cache into the branches, and copies the cache there.
         kv = KeyValues(*jax.lax.optimization_barrier((k, v)))
@@ -308,11 +324,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
         jnp.zeros((num_blocks, *lead, per_block), jnp.float32),
         jnp.full((num_blocks, *lead), -jnp.inf, jnp.float32),
     )
-    start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
-    if spec.window is not None:
-        carry = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), carry)
-    carry = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), carry)
-    state, sums, maxima = jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), carry)
+    state, sums, maxima = over_blocks(step, carry, keys, block_s, kv, spec)
     out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
     weight = jnp.exp2(maxima - jnp.where(jnp.isfinite(lse), lse * LOG2_E, jnp.inf))
     mass = jnp.moveaxis(jnp.sum(sums * weight[..., None], axis=3), 0, 2)
