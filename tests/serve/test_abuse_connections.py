@@ -62,6 +62,7 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
         ("GET /health HTTP/1.1\r\n\r\n", 400),
         (f"GET /v1/models HTTP/1.1\r\n{HEAD}Authorization: Bearer x\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\nx", 413),
+        (f"\r\n\nGET /health HTTP/1.1\r\n{HEAD}\r\n", 200),
         ("GET /nothing HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health/ HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + "a" * 63 + " b\r\n\r\n", 200),
@@ -163,6 +164,18 @@ def test_slow_sockets_are_cut_while_others_are_served(running, request, monkeypa
         client.close()
 
 
+def test_silent_connections_make_room_for_others(running, monkeypatch):
+    monkeypatch.setattr(running.server.config, "limit_concurrency", 20)
+    silent = [connect(running) for _ in range(30)]
+    for _ in range(5):
+        assert httpx.get(running.url + "/health").status_code == 200
+    assert post(running, COMPLETION, {"prompt": "x", "max_tokens": 2}).status_code == 200
+    with suppress(ConnectionError):
+        assert silent[0].recv(1) == b""  # the first was closed
+    for client in silent:
+        client.close()
+
+
 def test_a_client_that_does_not_read_is_cut(running, monkeypatch):
     monkeypatch.setattr(server, "WRITE_S", 0.5)
     with connect(running) as client:
@@ -170,6 +183,18 @@ def test_a_client_that_does_not_read_is_cut(running, monkeypatch):
         asked = f"GET / HTTP/1.1\r\n{HEAD}\r\n".encode() * 1_000_000
         with pytest.raises(ConnectionError):
             client.sendall(asked)
+
+
+@pytest.mark.parametrize("ahead", ["\r\n", "GET /hea", f"GET /health HTTP/1.1\r\n{HEAD}\r\n" * 100])
+def test_a_client_that_has_begun_another_request_may_leave(running, ahead):
+    before = running.metric("tessera:requests_cancelled_total")
+    body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 8, "logit_bias": {"257": -100}})
+    with connect(running) as client:
+        head = f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        running.until(lambda: running.service.open)
+        client.sendall(ahead.encode())
+    running.until(lambda: running.metric("tessera:requests_cancelled_total") == before + 8)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,8 +1,11 @@
 """The server under the official client: the same answers as `generate`, clear refusals, nothing left behind."""
 
+import functools
 import json
 import logging
+import operator
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,6 +58,14 @@ def alone(model, prompt, count):
     engine = model.engine(slots=2, num_keys=CONTEXT, paging=paging)
     engine.submit(Request(prompt=prompt, max_new_tokens=count))
     return next(engine.drain()).generation
+
+
+def spelling(model, token):
+    own = model.tokenizer.token_bytes(token)
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def ask(running, prompt, **options):
@@ -167,7 +178,7 @@ def test_probabilities_are_reported_as_each_route_does(running, model):
     [expected] = model.generate([[65] * 20], max_new_tokens=5)
     found = ask(running, [65] * 20, max_tokens=5, logprobs=3).choices[0].logprobs
     np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-5)
-    assert found.tokens == [model.tokenizer.decode([token], skip_special=False) for token in expected.tokens]
+    assert found.tokens == [spelling(model, token) for token in expected.tokens]
     assert [max(top.values()) for top in found.top_logprobs] == found.token_logprobs
     chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 5, "temperature": 0, "logprobs": True}
     whole = running.client.chat.completions.create(**chat, top_logprobs=2).choices[0].logprobs.content
@@ -176,6 +187,64 @@ def test_probabilities_are_reported_as_each_route_does(running, model):
     events = running.client.chat.completions.create(**chat, stream=True)
     streamed = [token for event in events if event.choices[0].logprobs for token in event.choices[0].logprobs.content]
     assert [token.token for token in streamed] == [token.token for token in whole]
+
+
+PARTS = "é日"
+
+
+@pytest.mark.parametrize("prompt", [PARTS, list(PARTS.encode())], ids=["text", "ids"])
+def test_tokens_that_are_parts_of_a_character_have_spellings_of_their_own(running, prompt):
+    said = ask(running, prompt, max_tokens=0, echo=True, logprobs=20).choices[0]
+    first, *tokens = said.logprobs.tokens if isinstance(prompt, str) else ["<|bos|>", *said.logprobs.tokens]
+    assert (said.text, first) == (PARTS, "<|bos|>")
+    assert tokens == [f"bytes:\\x{byte:02x}" for byte in PARTS.encode()]
+    assert said.logprobs.text_offset[-5:] == [0, 0, 1, 1, 1]  # a character counts once its last byte has come
+    assert [len(top) for top in said.logprobs.top_logprobs[1:]] == [20] * (len(said.logprobs.tokens) - 1)
+    chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 1, "logit_bias": {"240": 100}, "logprobs": True}
+    [token] = running.client.chat.completions.create(**chat).choices[0].logprobs.content
+    assert (token.token, token.bytes) == ("bytes:\\xf0", [0xF0])
+
+
+def test_offsets_count_the_characters_of_the_text_before_a_token(running):
+    forced = {"max_tokens": 3, "logprobs": 0, "logit_bias": {"77": 100}}
+    said = ask(running, "héllo", echo=True, **forced).choices[0]
+    for token, offset in list(zip(said.logprobs.tokens, said.logprobs.text_offset, strict=True))[1:]:
+        assert token.startswith("bytes") or said.text[offset] == token
+    streamed = [event.choices[0].logprobs for event in ask(running, "héllo", stream=True, **forced)]
+    assert [one.text_offset for one in streamed if one] == [[0], [1], [2]]
+
+
+def test_a_temperature_too_low_for_float32_takes_the_best_token(running):
+    answers = {ask(running, "ab", max_tokens=9, temperature=t, top_p=0.9).choices[0].text for t in (0, 1.2e-38, 1e-7)}
+    assert len(answers) == 1
+
+
+def test_null_is_as_good_as_nothing(running):
+    first = running.client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4)
+    body = {"messages": [*QUESTION, first.choices[0].message.model_dump(), *QUESTION], "max_tokens": 2}
+    body |= dict.fromkeys(("n", "stream", "logprobs", "tools", "store", "metadata"))
+    found = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    assert found.status_code == 200, found.text
+
+
+def test_the_api_is_described_without_a_key_and_without_other_sites(running):
+    api = httpx.get(running.url + "/openapi.json").json()
+    for reference in re.findall(r'"#/([^"]+)"', json.dumps(api)):
+        functools.reduce(operator.getitem, reference.split("/"), api)  # exists
+    page = httpx.get(running.url + "/docs").text
+    assert set(re.findall(r'(?:src|href)="([^#"]+)', page)) == {"/openapi.json"}
+    for name, schema in api["components"]["schemas"].items():
+        assert f'<h2 id="{name}">' in page
+        assert all(f"<td>{field}<td>" in page for field in schema["properties"])
+    assert httpx.head(running.url + "/health").status_code == 200
+
+
+def test_the_model_is_listed_and_found_by_name(running):
+    [listed] = running.client.models.list().data
+    assert running.client.models.retrieve("tiny") == listed
+    assert listed.created <= time.time()
+    with pytest.raises(openai.NotFoundError, match="'org/other' is not served"):
+        running.client.models.retrieve("org/other")
 
 
 def test_a_bias_forbids_and_forces_tokens(running):
@@ -192,6 +261,13 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": []}, 400, "prompt=[]"),
         ({}, 400, "prompt"),
         ({"prompt": "x", "foo": 1}, 400, "unknown field foo"),
+        ({"prompt": "x", "max-tokens": 1}, 400, "unknown field max-tokens"),
+        ({"prompt": "x", "Temperature" * 1000: 1}, 400, "unknown field TemperatureTemp"),
+        ({"prompt": "x", "best_of": True}, 400, "best_of=True"),
+        ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty=1"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "needs stream=true"),
+        ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "include_usage"),
+        ({"prompt": "x", "logit_bias": {"999": 1}, "stream": True}, 400, "token 999"),
         ({"prompt": "x", "ignore_eos": True, "response_format": {"type": "json_object"}}, 400, "ignore_eos=true"),
         ({"prompt": ["x"] * 10, "n": 8}, 400, "80 answers are more than the 18"),
         ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
@@ -243,7 +319,7 @@ def test_a_bad_conversation_is_refused(running, messages, said):
 
 def test_only_holders_of_a_key_are_served(running):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
-        for path in ("/v1/models", "/metrics", "/docs"):
+        for path in ("/v1/models", "/metrics", "/version"):
             found = httpx.get(running.url + path, headers=headers)
             assert found.status_code == 401
             assert found.json()["error"]["type"] == "authentication_error"
@@ -389,7 +465,7 @@ def test_a_load_is_measured(running, tmp_path, capsys):
     assert 0 < found["ttft_s"]["p50"] <= found["ttft_s"]["p99"] <= found["seconds"]
     assert found["goodput_per_s"] * found["seconds"] == pytest.approx(6)
     assert main(["load", running.url, *sent]) == 2
-    assert "status 401" in capsys.readouterr().err
+    assert "refuses the API key" in capsys.readouterr().err
 
 
 def test_arrivals_are_a_poisson_process_and_prompts_share_their_beginning():
@@ -431,8 +507,6 @@ def test_each_event_of_a_stream_can_tell_the_tokens_so_far_of_its_choice(running
         assert (counts[-1], len(set(counts)) > 2) == (5, True)
     assert {event.usage.prompt_tokens for event in events} == {last.usage.prompt_tokens}
     assert last.usage.completion_tokens == 10
-    plain = create(**asked, **prompt, stream=True, stream_options={"continuous_usage_stats": True})
-    assert all(event.usage is None for event in plain)
 
 
 def test_an_answer_can_go_on_after_the_end_token(running):
@@ -521,6 +595,13 @@ def test_ctrl_c_ends_the_warm_up_at_once(model):
     ("flags", "said"),
     [
         (["--host", "0.0.0.0"], "--api-key-file"),
+        (["--host", ""], '--host "" is empty'),
+        (["--name", ""], '--name "" is empty'),
+        (["--name", "mod\udce9le"], r"the model's name 'mod\udce9le' cannot be shown"),
+        (["--name", "\x1b[31mred"], r"the model's name '\x1b[31mred' cannot be shown"),
+        (["--pin"], "--pin names no file"),
+        (["--pin", ""], "--pin names no file"),
+        (["--spill-gb", "nan"], "--spill-gb nan must be"),
         (["--port", "99999"], "--port 99999"),
         (["--context", "100000"], "exceeds the model's context"),
         (["-np", "0"], "--slots 0"),
@@ -547,17 +628,31 @@ def test_a_file_of_keys_may_come_from_any_editor(tmp_path):
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\none\r\n")
     assert Serve(api_key_file=file).keys() == ("one", "two")
-    for wrong, said in (("one".encode("utf-16"), "UTF-8"), (b" \n", "no key")):
+    for wrong, said in (("one".encode("utf-16"), "UTF-8"), (b" \n", "no key"), ("k\u00e9y".encode(), "outside ASCII")):
         file.write_bytes(wrong)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"{file} .*{said}"):
             Serve(api_key_file=file).keys()
+
+
+def test_addresses_of_this_machine_alone_need_no_keys():
+    from tessera.cli.serve import Serve
+
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        assert Serve(host=host).keys() == ()
+    for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
+        with pytest.raises(ValueError, match=f"--host {host} may let other machines connect"):
+            Serve(host=host).keys()
 
 
 def test_a_port_in_use_is_named_before_the_model_is_loaded(capsys):
     from tessera.cli.main import main
 
     with server.listen("127.0.0.1", 0) as held:
-        held.listen()
         port = held.getsockname()[1]
         assert main(["serve", "no-such-model", "--port", str(port)]) == 2
-    assert f"port {port}" in capsys.readouterr().err
+    assert f"port {port} (Address already in use): use another --port" in capsys.readouterr().err
+
+
+def test_an_address_of_another_machine_is_named():
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 port 0 .*: use another --host"):
+        server.listen("192.0.2.1", 0)

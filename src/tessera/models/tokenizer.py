@@ -5,6 +5,7 @@ The tokenizers come from Hugging Face folders; the demo model has a byte tokeniz
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,8 @@ FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 """Files that `load_tokenizer` reads. Saving replaces or removes all of them, so that a tokenizer never gets the chat
 template of another one."""
 
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""Name of a token that is one byte, in vocabularies with byte fallback."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MARK = "\ufdd0"
 """A Unicode noncharacter, which text should not contain. `_mark` inserts it into the names of special tokens in chat
@@ -120,6 +123,22 @@ class Tokenizer:
         `skip_special` leaves special tokens out of the text.
         """
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that a token adds to a text. They may be a part of a character.
+
+        The name of a special token counts as its text.
+        """
+        letter = self.backend.token_to_id("a")
+        first = [] if letter is None else [letter]  # decoders drop the space before a first word
+        text = self.decode([*first, token], skip_special=False).removeprefix(self.decode(first, skip_special=False))
+        if REPLACEMENT not in text:
+            return text.encode()
+        name = self.backend.id_to_token(token) or ""
+        if byte := BYTE_TOKEN.fullmatch(name):  # byte fallback
+            return bytes.fromhex(byte[1])
+        known = all(character in _BYTES for character in name)  # byte-level tokenizers
+        return bytes(_BYTES[character] for character in name) if known else text.encode()
 
     def stream(self, *, skip_special: bool = True) -> "TextStream":
         """Return a decoder that takes one id at a time; `skip_special` is as in `decode`."""
@@ -355,6 +374,9 @@ def _byte_characters() -> list[str]:
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     return [table[byte] for byte in range(256)]
+
+
+_BYTES = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -43,6 +43,8 @@ GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 """Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""
 
 
+COLDEST = 1e-6
+"""Minimum temperature above 0; a lower one counts as 0. Divided by much less, float32 logits become infinite."""
 KINDS = MappingProxyType(
     {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 )
@@ -77,6 +79,8 @@ class Sampling:
         for name, kind in KINDS.items():  # arrays are not hashable, and caches have these values as keys
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind(value))
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def method(self) -> Method:

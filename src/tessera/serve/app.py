@@ -1,6 +1,8 @@
 """The HTTP routes: OpenAI's completions and chat completions, tokenization, health, metrics, and a chat page."""
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
+from fastapi.responses import JSONResponse as UnicodeResponse
 
 from tessera.generate import Model
 from tessera.runtime.requests import Event, Guide, check_tokens
@@ -28,13 +31,22 @@ from tessera.serve.protocol import (
     SamplingFields,
     StreamOptions,
     TokenizeBody,
-    described,
 )
+from tessera.serve.reference import HEADERS, describe, described
+from tessera.serve.reference import page as reference
 from tessera.serve.replies import Reply, echoed
 from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
 from tessera.serve.service import Service
 from tessera.serve.tools import Speech, takes_tools, taught
 from tessera.serve.turns import Turns, in_turn, unless_gone
+
+
+class JSONResponse(UnicodeResponse):
+    """Response of JSON in ASCII: an answer may hold half of a surrogate pair, which has no UTF-8 bytes."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the content as JSON."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +79,9 @@ class Site:
 def create(site: Site) -> FastAPI:
     """Build the FastAPI application that answers all routes for `site`."""
     app = FastAPI(
-        title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None, redirect_slashes=False
+        title="Tessera", version=version("tessera-attention"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
@@ -102,17 +115,19 @@ def create(site: Site) -> FastAPI:
         tokens = await in_turn(request, site.encoding, _render, site, body)
         return await _answer(request, site, body, [tokens])
 
+    served = {"id": site.name, "object": "model", "created": int(time.time()), "owned_by": "tessera"}
+    served["max_model_len"] = site.context
+
     @app.get("/v1/models")
     async def models() -> dict:
-        owned = {"id": site.name, "object": "model", "owned_by": "tessera", "max_model_len": site.context}
-        return {"object": "list", "data": [owned]}
+        return {"object": "list", "data": [served]}
 
-    html, headers = page()
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request) -> dict:
+        _check_model(site, request.path_params["name"])
+        return served
 
-    @app.get("/", include_in_schema=False)
-    async def chat_page() -> Response:
-        return HTMLResponse(html, headers=headers)
-
+    _add_pages(app)
     _add_tokens(app, site)
     _add_state(app, site.service)
     return app
@@ -122,6 +137,18 @@ def refusal_response(error: Refusal) -> JSONResponse:
     """Return the response that tells a client why its request is refused."""
     headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def _add_pages(app: FastAPI) -> None:
+    html, headers = page()
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(html, headers=headers)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(reference(app.openapi()), headers=HEADERS)
 
 
 def _add_tokens(app: FastAPI, site: Site) -> None:
@@ -137,7 +164,11 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
     async def detokenize(request: Request) -> dict:
         body = await site.bodies.of(request, DetokenizeBody)
         _check_model(site, body.model)
-        return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
+        tokenizer = _tokenizer(site)
+        if max(body.tokens) >= tokenizer.vocab_size:
+            said = f"tokens has {max(body.tokens)}: token ids are from 0 to {tokenizer.vocab_size - 1}"
+            raise Refusal(400, said, param="tokens")
+        return {"prompt": tokenizer.decode(body.tokens, skip_special=False)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict:
@@ -147,10 +178,12 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         return Response(status_code=200 if service.alive else 500)
 
     @app.get("/ready")
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         return Response(status_code=200 if service.ready and not service.draining else 503)
 
@@ -236,6 +269,9 @@ def requests_of(
         sampling = site.model.sampling(**{"temperature": usual} | body.sampling())
     except ValueError as error:
         raise Refusal(400, str(error)) from error
+    if wrong := [token for token in body.bias if token >= site.model.config.vocab_size]:
+        last = site.model.config.vocab_size - 1
+        raise Refusal(400, f"logit_bias has token {wrong[0]}: token ids are from 0 to {last}", param="logit_bias")
     seed = uuid4().int % 2**32 if body.seed is None else body.seed
     limit = site.model.max_new_tokens(None, CHAT_TOKENS) if body.limit is None else body.limit
     found = []
@@ -246,7 +282,7 @@ def requests_of(
                 400,
                 f"the prompt has {len(prompt)} tokens, but prompt and answer may have at most {site.context} together: "
                 f"shorten the prompt by at least {min(limit, 1) - room} tokens",
-                param="prompt",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
             )
         one = Generate(
             prompt=prompt,
@@ -272,7 +308,14 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     if chat and body.offered:
         tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
     answers = [
-        Answer(index, site.service.policy_of(one), len(one.prompt), Speech(**tools), [] if logged else None)
+        Answer(
+            index=index,
+            prompt=index // body.n,
+            policy=site.service.policy_of(one),
+            prompt_tokens=len(one.prompt),
+            speech=Speech(**tools),
+            tokens=[] if logged else None,
+        )
         for index, one in enumerate(asked)
     ]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -307,12 +350,25 @@ def _whole(
 def _echo(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> None:
     """Put each choice's prompt before its answer."""
     for answer in answers:
-        prompt = body.prompts[answer.index // body.n]
+        prompt = body.prompts[answer.prompt]
         if not isinstance(prompt, str):
             tokenizer = site.model.tokenizer
             prompt = "" if tokenizer is None else tokenizer.decode(prompt, skip_special=False)
-        generation, answer.tokens = echoed(answer.end, prompt, body.limit, answer.tokens)
+        pieces = _pieces(site, answer.job.request.prompt, prompt)
+        generation, answer.tokens = echoed(answer.end, prompt, body.limit, answer.tokens, pieces)
         answer.end = answer.end._replace(generation=generation)
+
+
+def _pieces(site: Site, tokens: Sequence[int], text: str) -> list[str]:
+    """Cut a prompt's text into the pieces that its tokens add; a leading token that the encoder added gets ""."""
+    if site.model.tokenizer is None:
+        return [""] * len(tokens)
+    decoder = site.model.tokenizer.stream(skip_special=False)
+    pieces = [decoder.push(token) for token in tokens]
+    added = len("".join(pieces)) - len(text)
+    for index, piece in enumerate(pieces):
+        pieces[index], added = piece[max(added, 0) :], added - len(piece)
+    return pieces
 
 
 def _drop(site: Site, answers: Sequence[Answer]) -> None:
@@ -322,6 +378,6 @@ def _drop(site: Site, answers: Sequence[Answer]) -> None:
             site.service.cancel(answer.job)
 
 
-def _spell(site: Site, token: int) -> str:
+def _spell(site: Site, token: int) -> bytes:
     tokenizer = site.model.tokenizer
-    return str(token) if tokenizer is None else tokenizer.decode([token], skip_special=False)
+    return str(token).encode() if tokenizer is None else tokenizer.token_bytes(token)

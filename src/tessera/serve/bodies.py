@@ -10,7 +10,8 @@ import weakref
 from fastapi import Request
 
 from tessera.core.child import Ended, Worker
-from tessera.serve.protocol import Refusal, Schema, parse
+from tessera.serve.parsing import parse
+from tessera.serve.protocol import Refusal, Schema
 from tessera.serve.turns import Turns, in_turn
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Bodies:
     """Parser of the bodies of one server.
 
     Args:
-        context: maximum tokens of one request; None accepts prompts of any length (see `protocol.parse`).
+        context: maximum tokens of one request; None accepts prompts of any length (see `parsing.parse`).
     """
 
     def __init__(self, context: int | None = None):
@@ -67,7 +68,8 @@ class Bodies:
             reply = self._worker.ask(asked, WAIT_S, raw)
         except (Ended, OSError) as error:
             if isinstance(error, Ended) and error.spent:
-                raise Refusal(413, f"the body takes over {CHECK_S:g} s of processor time to check: send a smaller one") from error
+                said = f"the body takes over {CHECK_S:g} s of processor time to check: send a smaller one"
+                raise Refusal(413, said) from error
             logger.exception("the process that checks large bodies ended")
             raise Refusal(503, "the server could not check the body: send the request again", retry_s=5) from error
         if reply:

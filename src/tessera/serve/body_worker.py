@@ -1,7 +1,7 @@
 """Check request bodies in a separate process, where parsing does not hold the server's GIL.
 
 The process reads requests from standard input: a line of JSON with the fields "schema" (name of a class in `protocol`),
-"size", "context" (see `protocol.parse`) and "limit_s", and then `size` bytes, the body. It answers each with a line of
+"size", "context" (see `parsing.parse`) and "limit_s", and then `size` bytes, the body. It answers each with a line of
 JSON on standard output: {} if the body is right, or else the status, message and param of its `Refusal`. A body that
 takes over `limit_s` seconds of processor time ends the process.
 """
@@ -12,6 +12,7 @@ import signal
 import sys
 
 from tessera.serve import protocol
+from tessera.serve.parsing import parse
 
 NICENESS = 5
 """Added to the server's niceness: the engine gets most of the processor time."""
@@ -35,7 +36,7 @@ def main() -> int:
 def checked(schema: str, raw: bytes, context: int | None) -> dict[str, object]:
     """Parse a body; return {} if it is right, or else the status, message and param of its refusal."""
     try:
-        protocol.parse(getattr(protocol, schema), raw, context)
+        parse(getattr(protocol, schema), raw, context)
     except protocol.Refusal as refusal:
         return {"status": refusal.status, "message": str(refusal), "param": refusal.param}
     return {}

@@ -26,9 +26,9 @@ MAX_BODIES, SMALL_BODY = 256 << 20, 64 << 10
 a body of at most `SMALL_BODY` bytes. If there are several API keys, each has at most half of it."""
 DISCARD_S = 1.0
 """Maximum seconds for which the server reads on after it has refused a request."""
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""Paths that need no API key: health probes, and the page, which asks its user for the key. Their responses reveal
-nothing about requests."""
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/ready"})
+"""Paths that need no API key: health probes, the pages, of which the chat asks its user for the key, and the API's
+description. Their responses reveal nothing about requests."""
 
 LOCAL = re.compile(rb"(?i)(https?://)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 """Values of the headers Host and Origin that name this machine."""
@@ -48,10 +48,14 @@ class Front:
         app: application that gets the accepted requests.
         keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
             must name this machine.
+        own: another accepted key, that of the front of several replicas; its tenant is "" at each start. "" means none.
     """
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
-        self.app, self.keys = app, tuple(key.encode() for key in keys)
+    def __init__(
+        self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = (), own: str = ""
+    ):
+        accepted = (*keys, own) if own else keys
+        self.app, self.keys, self._front = app, tuple(key.encode() for key in accepted), own.encode()
         self.held = 0  # bytes of all bodies that are being read or answered
         self._own: Counter[str] = Counter()  # of each tenant
 
@@ -59,7 +63,7 @@ class Front:
         """Pass a request with its whole body to the application, or refuse it (400, 401, 403, 408, 413 or 429)."""
         headers, began = dict(scope["headers"]), time.monotonic()
         id, status = headers.get(b"x-request-id", b"")[:64].strip() or uuid4().hex.encode(), 499
-        held, tenant = 0, ""
+        held, tenant, failed = 0, "", True
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -96,16 +100,18 @@ class Front:
                 return given.pop() if given else await receive()
 
             await self.app(scope, replay, answer)
+            failed = False
         except Refusal as refusal:
             self._release(tenant, held)
-            held = 0
+            held, failed = 0, False
             await _refuse(answer, receive, refusal)
         except ConnectionError:
-            pass  # the client closed the connection before its body was complete
+            failed = False  # the client closed the connection before its body was complete
         finally:
             self._release(tenant, held)
-        line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
-        logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
+            line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200]}
+            line |= {"status": 500 if failed else status, "seconds": round(time.monotonic() - began, 3)}
+            logger.info("%s", json.dumps(line))
 
     def _release(self, tenant: str, held: int) -> None:
         self.held -= held
@@ -120,7 +126,7 @@ class Front:
         same = [hmac.compare_digest(own.strip(), key) for key in self.keys]
         if kind.lower() != b"bearer" or not any(same):
             raise Refusal(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
-        return tenant_of(own.strip().decode())
+        return "" if own.strip() == self._front else tenant_of(own.strip().decode())
 
 
 def _check_local(headers: dict[bytes, bytes]) -> None:

@@ -6,10 +6,9 @@ field and names the field, because a client that sets a field expects it to have
 """
 
 import json
-from reprlib import Repr
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tessera.runtime.limits import RANKS
 from tessera.serve.tools import call_schema
@@ -24,13 +23,8 @@ MAX_BIASES = 1024
 MAX_TOOLS = 128
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
-MAX_VALUES, MAX_FIELDS = 300_000, 50_000
-"""Maximum number of commas and of opening brackets in a request's body, including those inside texts (of commas, twice
-the context if that is more); and maximum number of fields of all its objects. Parsing them takes about 0.1 s."""
 SCHEMA_CHARACTERS = 1 << 16
 """Maximum characters of a schema. For some larger schemas, llguidance takes seconds."""
-MAX_ERRORS = 1000
-"""Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 CHAT_TOKENS = 512
 """Maximum new tokens of a chat completion if neither the request nor the model's generation_config.json sets a limit.
 A low limit keeps short chats dense: a request runs sparse if its prompt and its maximum new tokens together exceed the
@@ -38,21 +32,30 @@ plan's cross-over."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
-SHORT = Repr(maxstring=80, maxother=80, maxlong=80)
-"""Formatter that abbreviates wrong values in error messages. Formatting a large value in full would take seconds."""
-
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
-type Prompts[Kind] = Annotated[list[Kind], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
 
 class Schema(BaseModel):
-    """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused."""
+    """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused.
+
+    A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
@@ -104,8 +107,8 @@ class SamplingFields(Schema):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Literal[0, 0.0] | None = None
-    frequency_penalty: Literal[0, 0.0] | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -119,7 +122,13 @@ class SamplingFields(Schema):
     ignore_eos: bool = False
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the schema that the answer must follow is too long."""
+        """Raise Refusal if the schema that the answer must follow is too long, or an option could have no effect."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options needs stream=true: set it, or leave both out", param="stream_options")
+        if self.stream_options and self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise Refusal(
+                400, "continuous_usage_stats needs include_usage=true: set both, or neither", param="stream_options"
+            )
         form = self.response_format and self.response_format.json_schema
         if form is not None and (size := len(json.dumps(form.schema_))) > SCHEMA_CHARACTERS:
             said = f"the schema has {size:,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
@@ -163,10 +172,10 @@ class SamplingFields(Schema):
 class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Ids | Prompts[Text] | Prompts[Ids]
+    prompt: Text | Ids | Texts | IdLists
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     logprobs: Ranks | None = None
 
     @property
@@ -335,7 +344,7 @@ class ChatBody(SamplingFields):
         names = [tool["function"]["name"] for tool in self.offered]
         if not names or name not in (None, *names):
             raise Refusal(
-                400, f"tool_choice={name or 'required'} needs a matching tool: add it to tools", param="tool_choice"
+                400, f"tool_choice={name or 'required':.80} needs a matching tool: add it to tools", param="tool_choice"
             )
         return call_schema(self.offered, name)
 
@@ -389,62 +398,9 @@ def _check_length(prompt: str | list[int], context: int, param: str) -> None:
         raise Refusal(400, said, param=param)
 
 
-def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = None) -> Body:
-    """Parse a request's body.
-
-    Args:
-        schema: what the body must be.
-        raw: the body.
-        context: maximum tokens of one request; None accepts prompts of any length.
-
-    Raises:
-        Refusal: the body is too large or wrong. The message names a wrong field, its value and what the value must be.
-    """
-    if raw.count(b",") > (limit := max(MAX_VALUES, 2 * (context or 0))):
-        raise Refusal(413, f"the body has over {limit:,} commas: send fewer prompts, or text instead of token ids")
-    fields = raw.count(b'":') - raw.count(b'\\":')  # in a text, a quotation mark follows a backslash
-    if raw.count(b"[") + raw.count(b"{") > MAX_VALUES or fields > MAX_FIELDS:
-        raise Refusal(413, f"the body has over {MAX_VALUES:,} opening brackets or {MAX_FIELDS:,} fields: send less")
-    try:
-        body = schema.model_validate_json(raw)
-        if context is not None:
-            body.check(context)
-        return body
-    except ValidationError as error:
-        if error.error_count() > MAX_ERRORS:
-            raise Refusal(
-                400, f"the body has {error.error_count():,} wrong fields or values: see /docs for its schema"
-            ) from None
-        # A union reports one error per alternative: prefer those of the right JSON type, then the deepest.
-        errors = error.errors(include_url=False, include_context=False)
-        found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
-    field = ".".join(str(part) for part in found["loc"] if not _is_type(part)) or None
-    said = found["msg"][:1].lower() + found["msg"][1:]
-    if found["type"] == "extra_forbidden":
-        raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)
-    if found["type"] == "json_invalid" or field is None:
-        raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
-    value = "" if found["type"] == "missing" else f"={SHORT.repr(found['input']):.80}"
-    raise Refusal(400, f"{field}{value}: {said}", param=field)
-
-
-def _is_type(part: str | int) -> bool:
-    """Return whether a part of an error's location names an alternative of a union rather than a field."""
-    if not isinstance(part, str) or part.isdigit():
-        return False
-    return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()
-
-
 def _json(call: ToolCall) -> Any:
     try:
         return json.loads(call.function.arguments)
     except (ValueError, RecursionError):
-        raise Refusal(
-            400, f"the arguments of the tool call {call.function.name} are not JSON: send JSON text", param="messages"
-        ) from None
-
-
-def described(schema: type[Schema]) -> dict[str, Any]:
-    """Return the part of a route's OpenAPI description that describes the request's body."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+        said = f"the arguments of the tool call {call.function.name:.80} are not JSON: send JSON text"
+        raise Refusal(400, said, param="messages") from None

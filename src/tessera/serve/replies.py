@@ -18,10 +18,10 @@ class Reply:
     Args:
         model: name of the served model.
         chat: whether the request is a chat completion.
-        spell: function that returns the text of a token id, for the report of token probabilities.
+        spell: function that returns the bytes of a token id, for the report of token probabilities.
     """
 
-    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
+    def __init__(self, model: str, chat: bool, spell: Callable[[int], bytes]):
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
 
@@ -43,7 +43,14 @@ class Reply:
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
     def piece(
-        self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
+        self,
+        index: int,
+        text: str,
+        *,
+        finish: str | None = None,
+        first: bool = False,
+        token: Token | None = None,
+        offset: int = 0,
     ) -> dict[str, Any]:
         """Build one event of a stream.
 
@@ -53,10 +60,11 @@ class Reply:
             finish: reason why the choice ended; None if it goes on.
             first: whether to add the role, as in the first event of a chat.
             token: token whose probability is reported; None reports none.
+            offset: number of characters of the choice's text before the token.
         """
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         said = {"delta": delta} if self.chat else {"text": text}
-        logprobs = self._logprobs(None if token is None else [token])
+        logprobs = self._logprobs(None if token is None else [token], offset)
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
     def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -74,7 +82,7 @@ class Reply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[Token] | None, offset: int = 0) -> dict[str, Any] | None:
         if tokens is None:
             return None
         if self.chat:
@@ -83,20 +91,29 @@ class Reply:
                 for token in tokens
             ]
             return {"content": content, "refusal": None}
-        texts = [self.spell(token.token) for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [self._text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                None if token.logprob is None else {self.spell(id): value for id, value in token.top}
+                None if token.logprob is None else {self._text(id): value for id, value in token.top}
                 for token in tokens
             ],
-            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+            "text_offset": [*accumulate((len(token.text) for token in tokens), initial=offset)][:-1],
         }
 
     def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._text(id), "logprob": logprob, "bytes": list(self.spell(id))}
+
+    def _text(self, id: int) -> str:
+        """Return a token's text; for a part of a character, a spelling of its bytes, as OpenAI's API does.
+
+        No two such tokens then share a key of `top_logprobs`.
+        """
+        spelt = self.spell(id)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
 
 def usage(
@@ -131,7 +148,7 @@ def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
 
 
 def echoed(
-    end: End, text: str, limit: int, tokens: Sequence[Token] | None
+    end: End, text: str, limit: int, tokens: Sequence[Token] | None, pieces: Sequence[str]
 ) -> tuple[Generation, Sequence[Token] | None]:
     """Put a prompt before its answer.
 
@@ -140,6 +157,7 @@ def echoed(
         text: the prompt's text.
         limit: maximum tokens of the answer; with 0, the one token that the engine generated is left out.
         tokens: the answer's tokens; None if no probabilities are reported.
+        pieces: the text that each token of the prompt adds to the prompt's text; together they are `text`.
 
     Returns:
         the answer, whose text now begins with the prompt, and the tokens of prompt and answer (None if no probabilities
@@ -148,4 +166,6 @@ def echoed(
     generation = end.generation
     if limit == 0:
         generation, tokens = replace(generation, text="", tokens=[], finish_reason="length"), tokens and []
-    return replace(generation, text=text + generation.text), tokens if tokens is None else [*end.prompt, *tokens]
+    if tokens is not None:
+        tokens = [*(token._replace(text=piece) for token, piece in zip(end.prompt, pieces)), *tokens]
+    return replace(generation, text=text + generation.text), tokens

@@ -21,22 +21,26 @@ class Answer:
 
     Attributes:
         index: number of the choice in the response, from 0.
+        prompt: number of its prompt in the request, from 0.
         policy: name of the attention policy that the choice runs under.
         prompt_tokens: tokens of its prompt.
         speech: splitter of the choice's text into plain text and tool calls.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
         job: the choice's request in the service; None before it is submitted.
         new_tokens: number of tokens so far.
+        characters: number of characters of the choice's text so far.
         end: the engine's last event for the choice; None until the choice is complete.
     """
 
     index: int
+    prompt: int
     policy: str
     prompt_tokens: int
     speech: Speech
     tokens: list[Token] | None = None
     job: Job | None = None
     new_tokens: int = 0
+    characters: int = 0
     end: End | None = None
 
 
@@ -108,7 +112,8 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
     if isinstance(event, Token):
         text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
         if text or shown is not None:
-            yield reply.piece(answer.index, text, token=shown)
+            yield reply.piece(answer.index, text, token=shown, offset=answer.characters)
+        answer.characters += len(event.text)
         return
     calls: list[dict[str, Any]] = []
     if answer.speech.offered:
@@ -122,13 +127,16 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
 
 def usage_of(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
     """Build the usage of a response whose choices have all ended; `prompt_tokens` counts all prompts together."""
-    ends = [answer.end for answer in answers]
-    cached, policies = sum(end.reused_tokens for end in ends), [answer.policy for answer in answers]
-    return usage(prompt_tokens, [end.generation for end in ends], cached, policies)
+    cached: dict[int, int] = {}  # of each prompt: later choices also reuse what earlier ones have computed
+    for answer in answers:
+        cached[answer.prompt] = min(answer.end.reused_tokens, cached.get(answer.prompt, answer.prompt_tokens))
+    generations, policies = [answer.end.generation for answer in answers], [answer.policy for answer in answers]
+    return usage(prompt_tokens, generations, sum(cached.values()), policies)
 
 
 def _event(data: dict) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    # in ASCII: some clients end a line at U+2028, and half of a surrogate pair has no UTF-8 bytes
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def _failed(event: Failure) -> Refusal:

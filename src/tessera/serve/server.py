@@ -5,6 +5,7 @@ could hold a connection indefinitely. This module therefore sets a deadline for 
 """
 
 import asyncio
+import errno
 import json
 import logging
 import re
@@ -12,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import h11
 import uvicorn
@@ -37,7 +38,11 @@ CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]+(;[^\r\n]*)?\r\n")
 """Start of a chunk after another chunk."""
 TINY, TINY_S = 32, 0.05
 """If chunks have fewer than `TINY` bytes on average, the server parses one such piece every `TINY_S` seconds."""
+AHEAD = 1 << 16
+"""Maximum bytes that a connection may send ahead of the answer to its request. While the server reads them, it also
+notices that the client closes the connection."""
 MAX_CONNECTIONS = 1000
+"""Maximum number of connections. Beyond it, the connection that has waited longest for a request is closed."""
 ACCEPTED, UNACCEPTED = 32, 2048
 """Maximum number of connections that are accepted at a time, while other requests wait, and that wait for it."""
 DRAIN_S = 30.0
@@ -88,9 +93,11 @@ class Deadlines(H11Protocol):
 
     Attributes:
         tiny_s: time on the loop's clock until which pieces of tiny chunks are planned, of all connections.
+        idle: all connections without the whole headers of a request, the one that has waited longest first.
     """
 
     tiny_s = 0.0
+    idle: ClassVar[dict["Deadlines", None]] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline for the first request's headers."""
@@ -100,25 +107,32 @@ class Deadlines(H11Protocol):
         self._soon: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._await_headers()
+        most, self.limit_concurrency = self.config.limit_concurrency, None  # uvicorn would refuse this request instead
+        if len(self.connections) > most:
+            longest = next(one for one in self.idle if one in self.connections)
+            del self.idle[longest]
+            longest._cut()
 
     def data_received(self, data: bytes) -> None:
         """Parse the received bytes: `PIECE` at a time or, in a body with Content-Length, all at once.
 
-        Other connections get their turn after each piece.
+        Other connections get their turn after each piece. What follows a whole request waits for the answer.
         """
         waiting = bool(self._rest)
         self._rest += data
-        if waiting:
+        if waiting and (not self._answering() or len(self._rest) > AHEAD):
             self.transport.pause_reading()
-        else:
+        elif not waiting:
             self._parse()
 
     def _parse(self) -> None:
         self._soon = None
         if self.transport.is_closing():
             self._rest.clear()
-        if not self._rest or self.flow.read_paused:
+        if not self._rest or self.flow.read_paused or self._answering():
             return
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._rest = self._rest.lstrip(b"\r\n")  # some clients send an empty line after a body
         size = len(self._rest) if self._in_plain_body() else PIECE
         piece = bytes(self._rest[:size])
         del self._rest[:size]
@@ -143,15 +157,19 @@ class Deadlines(H11Protocol):
     def handle_events(self) -> None:
         """Process the received bytes; cancel the deadline for headers once the headers are complete."""
         super().handle_events()
+        if self._answering() and len(self._rest) <= AHEAD:  # uvicorn stops reading where the next request begins
+            self.flow.resume_reading()
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
+            self.idle.pop(self, None)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the API's form; if an answer has begun, only close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._cut()
             return
-        body = json.dumps(Refusal(400, "the request is not valid HTTP/1.1, or its headers are larger than 16 KiB").body())
+        refusal = Refusal(400, "the request is not valid HTTP/1.1, or its headers are larger than 16 KiB")
+        body = json.dumps(refusal.body())
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         for event in (h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body.encode())):
             self.transport.write(self.conn.send(event))
@@ -161,6 +179,7 @@ class Deadlines(H11Protocol):
         """Start the deadline for the headers of the connection's next request."""
         self._await_headers()
         super().on_response_complete()
+        self._parse_soon()
 
     def pause_writing(self) -> None:
         """Start the deadline for reading the answer, because the connection's send buffer is full."""
@@ -175,9 +194,14 @@ class Deadlines(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Cancel both deadlines, because the connection is closed."""
         self._deadline.cancel()
+        self.idle.pop(self, None)
         if self._stalled is not None:
             self._stalled.cancel()
         super().connection_lost(error)
+
+    def _answering(self) -> bool:
+        """Return whether a whole request has come and its answer is not complete."""
+        return self.conn.their_state is h11.DONE
 
     def _in_body(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
@@ -186,6 +210,8 @@ class Deadlines(H11Protocol):
         return self._in_body() and not any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _await_headers(self) -> None:
+        self.idle.pop(self, None)
+        self.idle[self] = None
         self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self._cut)
 
     def _cut(self) -> None:
@@ -256,15 +282,20 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to `host` and `port`, or raise an OSError that names them."""
+    """Return a socket that listens on `host` and `port`, or raise an OSError that names them.
+
+    Clients that connect before the server runs wait for it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
+        found.listen(UNACCEPTED)  # else Linux would let another program with SO_REUSEADDR bind the port, too
     except OSError as error:
         found.close()
-        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): use another --port") from error
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): use another {flag}") from error
     return found
 
 

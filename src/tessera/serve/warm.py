@@ -118,27 +118,49 @@ def grammars_for(model: Model) -> Grammars | None:
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
-def pinned(model: Model, files: Sequence[Path]) -> list[list[int]]:
+def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list[list[int]]:
     """Read the files of `--pin`, whose keys are to stay in the cache, and return the token ids of each.
 
     A .json file holds an object with "messages", a conversation. Any other file holds plain text.
 
+    Args:
+        model: the model to serve.
+        files: the files.
+        context: maximum tokens of a request.
+        unit: number of tokens whose keys are kept together.
+
     Raises:
-        ValueError: a file has the wrong form, a text is empty or too long, or the model has no tokenizer.
+        ValueError: a file has the wrong form, its text has too few or too many tokens, or the model has no tokenizer.
     """
     found = []
     for file in files:
-        text = file.read_text(encoding="utf-8")
         try:
-            if file.suffix != ".json":
-                found += model.encode_prompts([text])
-            elif model.tokenizer is None:
-                raise ValueError("the model has no tokenizer, which a conversation needs: leave out --pin")
-            else:
-                found.append(model.tokenizer.encode_chat(json.loads(text)["messages"]))
-        except (ValueError, KeyError, TypeError) as error:
+            tokens = _pinned(model, file)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"--pin {file}: {error}") from error
+        if not unit <= len(tokens) <= context:
+            raise ValueError(
+                f"--pin {file} has {len(tokens):,} tokens, but needs at least {unit}, whose keys are kept together, "
+                f"and at most {context} (--context): pin another file, or change --context"
+            )
+        found.append(tokens)
     return found
+
+
+def _pinned(model: Model, file: Path) -> list[int]:
+    """Return the token ids of one file, exactly as a request with its text has them."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text: convert the file to UTF-8") from error
+    if file.suffix != ".json":
+        return model.encode_prompt(text, "the text")
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer, which a conversation needs: leave out --pin")
+    body = json.loads(text)
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ValueError('the file must hold an object with a list of "messages"')
+    return model.tokenizer.encode_chat(body["messages"])
 
 
 def start(
