@@ -25,8 +25,8 @@ from live_server import CONTEXT, KEY, Running, start, tiny_model
 from tiny import CONFIG
 
 from tessera.runtime.pool import Paging
-from tessera.runtime.requests import Failure, Request
-from tessera.serve import front, server, warm
+from tessera.runtime.requests import End, Failure, Request
+from tessera.serve import front, server, service, warm
 from tessera.serve import load as load_client
 from tessera.serve.metrics import Metrics
 from tessera.serve.protocol import Refusal
@@ -562,6 +562,30 @@ def test_a_signal_ends_the_server_after_the_open_answers(model, number):
         assert (process.wait(20), "Traceback" in said) == (0, False), said
 
 
+def unwarmed(model, **options):
+    found = Service(lambda: model.engine(slots=1, num_keys=CONTEXT), metrics=Metrics(), **options)
+    found.start(lambda engine: None)
+    while not found.ready:
+        time.sleep(0.01)
+    return found
+
+
+def test_stopping_waits_until_the_pages_are_on_disk(model, monkeypatch):
+    monkeypatch.setattr(service, "STOP_S", 0.1)
+    found, closed = unwarmed(model, queue=1), []
+    monkeypatch.setattr(found._engine, "close", lambda: (time.sleep(1.0), closed.append(True)))
+    found.stop()
+    assert closed
+
+
+def test_with_several_keys_and_no_queue_one_request_runs(model):
+    found, events = unwarmed(model, queue=0, shared=True), []
+    found.submit((Request(prompt=[1], max_new_tokens=1), events.append))
+    while not any(isinstance(event, End) for event in events):
+        time.sleep(0.01)
+    found.stop()
+
+
 def test_a_signal_in_the_middle_of_a_write_to_the_log_is_not_lost(caplog):
     """Python runs signal handlers inside writes too, and a write inside a write raises RuntimeError."""
     work = SimpleNamespace(draining=False, open=0, alive=True)
@@ -656,3 +680,26 @@ def test_a_port_in_use_is_named_before_the_model_is_loaded(capsys):
 def test_an_address_of_another_machine_is_named():
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1 port 0 .*: use another --host"):
         server.listen("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("long.txt", b"x" * (CONTEXT + 1), "has 258 tokens"),
+        ("short.txt", b"x" * 10, "has 11 tokens, but needs at least 64"),
+        ("binary.txt", bytes(range(256)), "byte 128 is not UTF-8"),
+        ("list.json", b"[1]", '"messages"'),
+        ("deep.json", b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_pin_that_cannot_be_kept_is_refused_by_name(model, tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said) as refused:
+        warm.pinned(model, [tmp_path / name], CONTEXT, 64)
+    assert f"--pin {tmp_path / name}" in str(refused.value)
+
+
+def test_a_pin_has_the_tokens_that_a_request_with_its_text_has(model, tmp_path):
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + b"one\r\n" * 20)
+    [tokens] = warm.pinned(model, [tmp_path / "marked.txt"], CONTEXT, 64)
+    assert tokens == model.tokenizer.encode("one\r\n" * 20)

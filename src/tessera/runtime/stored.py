@@ -1,5 +1,6 @@
 """The prefix cache of a pool; it can keep pages on disk when they are evicted from memory."""
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -9,6 +10,8 @@ from tessera.models.pages import Pages
 from tessera.runtime.pool import Pool
 from tessera.runtime.prefix import Prefix
 from tessera.runtime.spill import Spill
+
+logger = logging.getLogger(__name__)
 
 
 class StoredPrefix(Prefix):
@@ -48,7 +51,11 @@ class StoredPrefix(Prefix):
 
     def close(self) -> None:
         """Write all pages to disk, so that the next start finds them."""
-        for name, page in self.held() if self.spill is not None else ():
+        if self.spill is None:
+            return
+        pages = self.held()
+        logger.info("writing the keys of %d pages to disk", len(pages))
+        for name, page in pages:
             self._store(name, page)
 
     def _store(self, name: bytes, page: int) -> None:

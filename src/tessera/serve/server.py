@@ -11,6 +11,7 @@ import logging
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -263,8 +264,9 @@ class Server(uvicorn.Server):
         try:
             await super().serve(sockets)
         finally:
-            if not self.force_exit:
-                await asyncio.to_thread(self.service.stop)
+            stopping = self._stop()
+            while stopping.is_alive() and not self.force_exit:
+                await asyncio.sleep(0.05)
 
     def _end(self, sig: int) -> None:
         logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.service.open)
@@ -277,8 +279,16 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         if self.service.open:
             logger.warning("%d requests did not end within %g s: stopping them", self.service.open, DRAIN_S)
-            await asyncio.to_thread(self.service.stop)
+            stopping = self._stop()
+            while self.service.open and stopping.is_alive():
+                await asyncio.sleep(0.05)
         self.should_exit = True
+
+    def _stop(self) -> threading.Thread:
+        """Stop the service on a thread of its own: it may write pages for long, and a second signal does not wait."""
+        stopping = threading.Thread(target=self.service.stop, daemon=True)
+        stopping.start()
+        return stopping
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -69,12 +69,13 @@ class Service:
     def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics, shared: bool = False):
         self._build, self._engine, self.metrics = build, build(), metrics
         metrics.scheduler(lambda: self._engine.scheduler)
-        self.room, self.shared = (self._engine.slots or 1) + queue, shared
+        least = 2 if shared else 1  # places: otherwise the one that is kept for the others would be the only one
+        self.room, self.shared = max((self._engine.slots or 1) + queue, least), shared
         self._changed = threading.Condition()
         self._new: list[Job] = []
         self._cancelled: list[Job] = []
         self._jobs: dict[int, Job] = {}
-        self._stop = self.draining = self.ready = self.ended = False
+        self._stop = self.draining = self.ready = self.ended = self._saving = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, warm: Callable[[Engine], None], prepare: Callable[[Engine], None] = lambda engine: None) -> None:
@@ -146,12 +147,15 @@ class Service:
     def stop(self) -> None:
         """End the thread after its current step, and fail the open requests.
 
-        Wait at most `STOP_S` seconds for the thread, and not at all during the warm-up.
+        Wait at most `STOP_S` seconds for the thread, and not at all during the warm-up; but once the thread writes the
+        prefix cache to disk, wait until it has.
         """
         with self._changed:
             self.draining = self._stop = True
             self._changed.notify()
         self._thread.join(STOP_S if self.ready else 0)
+        while self._saving and self.alive:
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         self._warm(self._engine)
@@ -164,6 +168,7 @@ class Service:
         finally:
             jax.monitoring.unregister_event_duration_listener(self._count_compile)
             self._fail_all(Refusal(503, "the server stopped before the answer was complete: try again later"))
+        self._saving = True
         self._engine.close()
 
     def _count_compile(self, name: str, seconds: float, **_: object) -> None:
