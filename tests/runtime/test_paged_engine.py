@@ -318,6 +318,23 @@ def test_pages_on_disk_survive_eviction_and_restart(model, tmp_path):
         engine.close()
 
 
+def test_a_folder_that_is_full_keeps_the_pages_that_a_prompt_begins_with(model, tmp_path):
+    request, sizes = Request(prompt=prompt(250) + [1], max_new_tokens=6), []
+
+    def serve(folder, limit):
+        engine = engine_of(model, paging=replace(PAGING, spill=folder, spill_bytes=limit))
+        engine.submit(request)
+        [end] = engine.drain()
+        engine.close()
+        sizes[:] = [path.stat().st_size for path in folder.glob("*/*")]
+        return end.reused_tokens
+
+    assert (serve(tmp_path / "all", 1 << 30), serve(tmp_path / "all", 1 << 30)) == (0, 192)
+    limit = int(sum(sizes) * 0.8)
+    assert serve(tmp_path / "some", limit) == 0
+    assert 0 < serve(tmp_path / "some", limit) < 192
+
+
 def test_no_page_is_in_use_once_the_last_request_has_ended_or_gone(model):
     engine = engine_of(model)
     run(engine, Request(prompt=prompt(100), max_new_tokens=4))

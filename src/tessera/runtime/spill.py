@@ -87,7 +87,7 @@ class Spill:
             ValueError: an array holds objects, records or texts, or numbers in another byte order.
         """
         path = self._path(hash)
-        if self._touch(path):
+        if self.touch(hash):
             return True
         body = _encode(arrays)
         size = CHECKSUM_BYTES + len(body)
@@ -102,7 +102,7 @@ class Spill:
             return False
         self._used += size
         self._written += size
-        return self._touch(path)
+        return self.touch(hash)
 
     def load(self, hash: bytes) -> list[np.ndarray] | None:
         """Return the arrays of a page (read-only), or None if it is not on disk. Remove a file that is damaged."""
@@ -119,7 +119,7 @@ class Spill:
             logger.warning("%s is cut short, damaged or from another model: removed", path)
             self.remove(hash)
             return None
-        self._touch(path)
+        self.touch(hash)
         return _decode(body)
 
     def remove(self, hash: bytes) -> None:
@@ -135,11 +135,12 @@ class Spill:
     def _checksum(self, hash: bytes, body: bytes | memoryview) -> bytes:
         return _checksum(self._key, hash, body)
 
-    def _touch(self, path: Path) -> bool:
-        """Set a file's time to now, which makes it the newest file; return whether the file exists.
+    def touch(self, hash: bytes) -> bool:
+        """Make the page's file the newest, if there is one; return whether there is.
 
         The time comes from a clock that is finer than the file system's.
         """
+        path = self._path(hash)
         now = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))

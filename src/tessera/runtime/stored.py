@@ -55,11 +55,11 @@ class StoredPrefix(Prefix):
             return
         pages = self.held()
         logger.info("writing the keys of %d pages to disk", len(pages))
-        for name, page in pages:
+        for name, page in reversed(pages):  # see `Spill`: a page after those that continue it
             self._store(name, page)
 
     def _store(self, name: bytes, page: int) -> None:
-        if self.spill.has(name):
+        if self.spill.touch(name):
             return
         arrays = jax.tree.leaves(self.pool.save([page]))
         if all(np.isfinite(array).all() for array in arrays):  # a restart must not meet a bad page again

@@ -57,6 +57,7 @@ class Service:
         ready: whether the warm-up is complete.
         draining: whether new requests are refused.
         ended: whether `stop` has ended the thread; False if a bug has ended it.
+        error: the error that ended the warm-up; None if there was none.
 
     Args:
         build: builds a new engine.
@@ -71,6 +72,7 @@ class Service:
         metrics.scheduler(lambda: self._engine.scheduler)
         least = 2 if shared else 1  # places: otherwise the one that is kept for the others would be the only one
         self.room, self.shared = max((self._engine.slots or 1) + queue, least), shared
+        self.error: Exception | None = None
         self._changed = threading.Condition()
         self._new: list[Job] = []
         self._cancelled: list[Job] = []
@@ -158,8 +160,12 @@ class Service:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        self._warm(self._engine)
-        self._prepare(self._engine)
+        try:
+            self._warm(self._engine)
+            self._prepare(self._engine)
+        except (ValueError, MemoryError, OSError) as error:
+            self.error = error
+            return
         self.ready = True
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         try:
