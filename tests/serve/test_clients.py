@@ -1,10 +1,16 @@
-"""What other programs send: lm_eval's scoring of prompts, `tessera chat --url`, and the page in a browser."""
+"""Clients: lm_eval, `tessera chat --url`, `tessera load`, the page in a browser; and servers of others."""
 
 import base64
 import hashlib
 import json
 import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import browser
 import httpx2 as httpx
@@ -155,6 +161,236 @@ def test_a_remote_chat_waits_for_the_warm_up(running, monkeypatch):
     assert chat.source == "tiny"
 
 
+def test_a_remote_chat_forgets_the_oldest_turns_when_the_context_is_full(running, tmp_path, capsys):
+    lines = ["a" * 100, "b" * 100, "c" * 100, f"/save {tmp_path / 'saved'}"]
+    assert remote_chat(running, tmp_path, lines) == 0
+    assert "The oldest 1 turns were forgotten: the context is full." in capsys.readouterr().err
+    turns = json.loads((tmp_path / "saved").read_text())["messages"]
+    assert [turn["content"] for turn in turns[::2]] == lines[1:3]
+
+
+# --- the clients, and servers of others
+
+
+class Other(ThreadingHTTPServer):
+    """A server with OpenAI's API, whose streams are given.
+
+    Attributes:
+        streams: body of each answer to come.
+        tokens: answer of /tokenize.
+        asked: headers and body of each request for an answer.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url, self.streams, self.tokens, self.asked = f"http://127.0.0.1:{self.server_port}", [], TOKENS, []
+        self.hangs, self.released = threading.Event(), threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *what):
+        pass
+
+    def send(self, status, body, kind="application/json", length=None):
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.send(200, b'{"data": [{"id": "other"}]}') if self.path == "/v1/models" else self.send(404, b"{}")
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/tokenize":
+            self.send(200, self.server.tokens)
+            return
+        self.server.asked.append((self.headers, json.loads(body)))
+        stream = self.server.streams.pop(0)
+        if isinstance(stream, int):
+            self.send(stream, b'{"error": {"message": "the context \\u001b[2J is full"}}')
+        elif stream == HANGS:
+            self.server.hangs.set()
+            self.server.released.wait(600)
+        else:
+            cut = stream.endswith(CUT)
+            sent = stream.removesuffix(CUT).encode("utf-8", "surrogatepass")
+            self.send(200, sent, "text/event-stream", len(sent) + 1 if cut else None)
+
+
+def event(data):
+    """Return an event of a stream."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def said(text):
+    """Return an event that adds a text to an answer, of a chat or of a completion."""
+    return event({"choices": [{"delta": {"content": text}, "text": text}]})
+
+
+TOKENS, DONE, CUT, HANGS = b'{"tokens": [65, 66, 67, 68]}', "data: [DONE]\n\n", "<cut>", "<hangs>"
+COUNTS = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+
+
+@pytest.fixture
+def other():
+    """Run a server of another kind on a thread."""
+    with Other() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.released.set()
+        found.shutdown()
+        thread.join()
+
+
+def test_a_remote_chat_reads_what_the_format_of_streams_allows(other, tmp_path, capsys):
+    parts = [
+        said("a\u2028b\u2029c\x85d\x1ce"),
+        'data:{"choices":[{"delta":{"content":"f"}}]}\r\n\r\n',
+        ': a remark\nevent: ping\ndata: {"type": "ping"}\n\n',
+        'data: {"choices":\ndata: [{"delta": {"content": "g"}}]}\n\n',
+        event({"error": None, "choices": []}),
+        event({"usage": {"total_tokens": 3}}),
+        event({"choices": [{"delta": None}]}),
+        event({"choices": [{"index": 0}]}),
+        event({"choices": None, "usage": None}),
+        event({"choices": [{"delta": {"content": None, "reasoning_content": "hm"}}]}),
+        event(""),
+        said("h"),
+        DONE,
+    ]
+    other.streams = ["".join(parts)]
+    with closing(RemoteChat(other.url)) as chat:
+        chat.connect(print)
+        reply = chat.ask("Who?")
+    assert chat.turns[-1]["content"] == "a\u2028b\u2029c\x85d\x1cefgh"
+    assert reply.usage() == ""
+
+
+def test_a_remote_chat_keeps_its_system_message_when_it_forgets(other):
+    other.streams = [said("A") + DONE, said("B") + DONE, 400, 400, said("C") + DONE, 400]
+    with closing(RemoteChat(other.url, system="be brief")) as chat:
+        chat.connect(print)
+        dropped = [chat.ask(question).dropped_turns for question in "abc"]
+        chat.clear()
+        with pytest.raises(ValueError, match="is full"):
+            chat.ask("d")
+    assert dropped == [0, 0, 2]
+    sent = ["".join(message["content"] for message in body["messages"]) for _, body in other.asked]
+    assert sent == ["be brief" + text for text in ("a", "aAb", "aAbBc", "bBc", "c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("stream", "why"),
+    [
+        (event({"error": "boom"}), "boom"),
+        (event({"error": {"message": "boom"}}), "boom"),
+        (event({"error": {"code": 5}}), "{'code': 5}"),
+        (event('{"choices": nonsense'), "sent an event that is not one of OpenAI's API"),
+        (event([1]), "sent an event that is not one of OpenAI's API"),
+        (event({"choices": {"delta": {}}}), "sent an event that is not one of OpenAI's API"),
+        (event({"choices": [{"delta": {"content": [{"text": "x"}]}}]}), "is not one of OpenAI's API"),
+        (event('{"choices": [{"delta": {"content": "\\ud83d"}}]}'), "is not one of OpenAI's API"),
+        (event("[" * 100_000), "sent an event that is not one of OpenAI's API"),
+        (CUT, "broke off the answer"),
+        ("", "closed the connection before the answer was complete: ask again"),
+        (503, "answers 503: the context \\x1b[2J is full"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_odd_answer_is_one_error_and_the_chat_goes_on(other, tmp_path, capsys, stream, why):
+    other.streams = [stream if isinstance(stream, int) else said("half") + stream, said("whole") + DONE]
+    assert remote_chat(other, tmp_path, ["one", "two", f"/save {tmp_path / 'saved'}"]) == 2
+    printed = capsys.readouterr()
+    [error] = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {other.url}")
+    assert why in error
+    assert printed.out == ("" if isinstance(stream, int) else "half\n") + "whole\n"
+    kept = json.loads((tmp_path / "saved").read_text())["messages"]
+    assert [message["content"] for message in kept] == ["two", "whole"]
+
+
+def test_an_address_may_hold_a_password_that_no_message_shows(other, tmp_path, capsys):
+    address = other.url.replace("http://", " HTTP://me:secret@") + "/v1/"
+    other.streams = [said("yes") + DONE]
+    remarks = []
+    with closing(RemoteChat(address)) as chat:
+        chat.connect(remarks.append)
+        chat.ask("Who?")
+    assert remarks == [f"other at {other.url}"]
+    [(headers, _)] = other.asked
+    assert headers["authorization"] == "Basic " + base64.b64encode(b"me:secret").decode()
+    other.tokens = b"{}"
+    assert cli.main(["load", address]) == 2
+    assert "secret" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "http://a\x01b"])
+def test_a_wrong_address_is_named(url, capsys):
+    for command in (["chat", "--url", url], ["load", url]):
+        assert cli.main(command) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"{url.encode('unicode_escape').decode()} is not an address" in line
+
+
+def test_a_text_that_is_not_utf_8_is_named(other, tmp_path, capsys):
+    other.streams = [said("yes") + DONE]
+    assert remote_chat(other, tmp_path, ["caf\udce9", "coffee"]) == 2
+    assert "the text is not UTF-8: it holds '\\udce9': convert it to UTF-8" in capsys.readouterr().err
+    assert len(other.asked) == 1
+
+
+def test_a_wrong_key_is_named_before_the_warm_up_ends(running, monkeypatch):
+    monkeypatch.setattr(running.service, "ready", False)
+    with closing(RemoteChat(running.url, key="wrong")) as chat, pytest.raises(ValueError, match="refuses the API key"):
+        chat.connect(print)
+
+
+def load(other, tmp_path, capsys, *flags):
+    """Run `tessera load` with one open request at a time; return its exit code and summary."""
+    code = cli.main(["load", other.url, "--clients", "1", "--prompt-tokens", "9", "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_odd_answers_fail_by_name_and_the_load_goes_on(other, tmp_path, capsys):
+    streams = {
+        said("half") + event('{"choices": nonsense'): "an event is not one of OpenAI's API",
+        event([1]) + COUNTS: "an event is not one of OpenAI's API",
+        event({"choices": [{"text": ["x"]}]}) + COUNTS: "an event is not one of OpenAI's API",
+        event({"error": "boom"}): "boom",
+        event({"error": {"message": "bang"}}): "bang",
+        event({"error": {"code": 5}}): "{'code': 5}",
+        event({"usage": {"total_tokens": 3}}): "the stream ended early, or without token counts",
+        said("half") + CUT: "RemoteProtocolError",
+        429: "status 429: the context \\x1b[2J is full",
+    }
+    good = said("a\u2028b\x85") + event({"choices": None}) + 'data:{"error":null}\n\n' + COUNTS + DONE
+    other.streams = [good, *streams, good]
+    code, found = load(other, tmp_path, capsys, "--requests", str(len(other.streams)))
+    assert (code, found["completed"]) == (1, 2)
+    assert found["errors"] == dict(Counter(streams.values()))
+
+
+@pytest.mark.parametrize("tokens", [b'{"ids": [1]}', b"<html>", b'{"tokens": []}', b'{"tokens": ["a"]}', b"[]"])
+def test_a_load_names_a_server_without_tokens(other, capsys, tokens):
+    other.tokens = tokens
+    assert cli.main(["load", other.url]) == 2
+    assert f"error: {other.url}/tokenize" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_load_with_the_summary_of_what_has_ended(other):
+    other.streams = [said("x") + COUNTS + DONE] * 2 + [HANGS]
+    command = [sys.executable, "-m", "tessera", "load", other.url, "--clients", "1", "--prompt-tokens", "9", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert other.hangs.wait(300)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.split()) == (130, ["interrupted"])
+    assert (json.loads(out)["completed"], json.loads(out)["errors"]) == (2, {})
+
+
 # --- the page
 
 
@@ -173,6 +409,9 @@ def test_a_browser_chats_on_the_page(running, tmp_path):
     with browser.Browser(browser.installed(), tmp_path) as page:
         page.open(running.url)
         page.until("!at('keys').hidden && at('ask').hidden")
+        page.type("#key", "sk\u2013one")  # what a mail program makes of sk-one: fetch refuses such a header
+        assert page.run("[key, at('key').validity.patternMismatch]") == ["", True]
+        page.run("at('key').value = ''")
         page.type("#key", "wrong")
         page.until("at('state').textContent == 'the server refuses this key'")
         page.type("#key", KEY)
@@ -189,6 +428,14 @@ def test_a_browser_chats_on_the_page(running, tmp_path):
         assert " new; " in page.run("document.querySelector('.assistant .faint').textContent")
         page.until("at('running').textContent == '0' && at('used').textContent == '0.0 %'")
         assert page.run("at('last').textContent").endswith(" %")
+        page.type("#text", "y" * 300)
+        page.until("request === null && !!document.querySelector('.error')")
+        assert "New chat begins with an empty context" in page.run("document.querySelector('.error').textContent")
+        assert page.run("[messages.length, at('text').value]") == [2, "y" * 300]
+        page.run("at('text').value = ''")
+        failed = "send = async () => { throw Error(); }; await look(); send = real; return at('model').textContent;"
+        assert page.run(f"(async () => {{ const real = send; {failed} }})()") == ""
+        page.until("at('model').textContent == 'tiny' && !at('send').disabled")
         page.type("#text", "again")
         page.until("request !== null || messages.length == 4")
         page.run("at('fresh').click()")

@@ -177,6 +177,12 @@ def test_bad_values_are_refused():
             next(study.run(**{"machine": "v6e-8", "day_hours": 0.0, "minutes": 1.0} | changes))
 
 
+@pytest.mark.parametrize("flag", ["--day-hours -1", "--day-hours nan", "--minutes inf", "--minutes 1e-09"])
+def test_wrong_times_are_named(flag, capsys):
+    assert main(["simulate", *flag.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag} must be from 0")
+
+
 def test_percentiles_of_counted_gaps():
     from tessera.workbench.simulate.cluster import _weighted
 

@@ -1,6 +1,7 @@
 """A conversation with a model behind a server that speaks OpenAI's API, `tessera serve` or another."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +10,21 @@ from typing import Any
 
 import httpx2
 
-from tessera.chat.turns import Turns, answered
+from tessera.chat.turns import Turns, answered, opening
 from tessera.core import interrupt
-from tessera.core.escapes import escaped
+from tessera.core.escapes import escaped, quoted
 from tessera.generate import Interrupted
 
 WAIT_S = 1.0
 """Seconds between two requests that ask whether the server is ready."""
 CONNECT_S, SILENT_S = 10.0, 600.0
 """Maximum seconds to connect, and to wait for the next byte: a server sends nothing while it reads a long prompt."""
+FULL = re.compile("context|shorten")
+"""Words of a refusal that says that a conversation exceeds the model's context. Servers share no error code for it."""
+
+
+class ContextFull(ValueError):
+    """The server refuses a conversation because it exceeds the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +36,16 @@ class RemoteReply:
 
     def usage(self) -> str:
         """Say in a few words what the answer cost."""
-        if not self.counts:
-            return ""
-        cached = (self.counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        parts = [
-            f"{cached} tokens from the cache",
-            f"{self.counts['prompt_tokens']} tokens",
-            f"{self.counts['completion_tokens']} new",
-        ]
-        if own := self.counts.get("tessera"):
-            parts.append(f"{own['density']:.0%} of keys read")
+        parts = []
+        match self.counts:
+            case {"prompt_tokens_details": {"cached_tokens": int(cached)}}:
+                parts.append(f"{cached} tokens from the cache")
+        match self.counts:
+            case {"prompt_tokens": int(prompt), "completion_tokens": int(new)}:
+                parts += [f"{prompt} tokens", f"{new} new"]
+        match self.counts:
+            case {"tessera": {"density": float(density)}}:
+                parts.append(f"{density:.0%} of keys read")
         return "; ".join(parts)
 
 
@@ -62,14 +69,21 @@ class RemoteChat(Turns):
         system: str | None = None,
         seed: int = 0,
     ):
-        if not url.startswith(("http://", "https://")):
+        try:
+            address = httpx2.URL(url.strip().rstrip("/").removesuffix("/v1"))
+        except httpx2.InvalidURL as error:
+            raise ValueError(
+                f"--url {url} is not an address ({error}): pass one such as http://127.0.0.1:8000"
+            ) from error
+        if address.scheme not in ("http", "https"):
             raise ValueError(f"--url {url} must start with http:// or https://")
         super().__init__("", system=system, seed=seed)
-        self.url, self.options = url.rstrip("/").removesuffix("/v1"), dict(options or {})
+        self.url = str(address.copy_with(userinfo=b""))  # messages show it, so it holds no password
+        self.options = dict(options or {})
         self.draws = self.options.get("temperature") != 0
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx2.Timeout(SILENT_S, connect=CONNECT_S)
-        self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=limits)
+        self._client = httpx2.Client(base_url=address, headers=headers, timeout=limits)
 
     def connect(self, say: Callable[[str], Any]) -> None:
         """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
@@ -79,7 +93,9 @@ class RemoteChat(Turns):
         """
         with self._errors():
             waited = False
-            while self._client.get("/ready").status_code == 503:  # a server without this route answers 404
+            while (models := self._client.get("/v1/models")).status_code != 401:
+                if self._client.get("/ready").status_code != 503:  # a server without this route answers 404
+                    break
                 if not waited:
                     say(
                         f"{self.url} is not ready: it is loading its model or shutting down. "
@@ -88,7 +104,6 @@ class RemoteChat(Turns):
                 waited = True
                 with interrupt.at_once():
                     time.sleep(WAIT_S)
-            models = self._client.get("/v1/models")
         if models.status_code != 200:
             raise ValueError(self._refusal(models))
         try:
@@ -108,15 +123,27 @@ class RemoteChat(Turns):
         stream: Callable[[str], Any] | None,
         progress: Callable[[int, int], Any] | None,
     ) -> RemoteReply:
+        """Answer the question that ends `messages`; drop the oldest turns that the server's context has no room for."""
+        messages, first, dropped = self._checked(messages), len(opening(self.system)), 0
+        while True:
+            try:
+                return self._asked(messages, attempts, stream, dropped)
+            except ContextFull:
+                if len(messages) <= first + 1:
+                    raise
+                messages, dropped = messages[:first] + messages[first + 2 :], dropped + 1
+
+    def _asked(
+        self, messages: list[dict[str, str]], attempts: int, stream: Callable[[str], Any] | None, dropped: int
+    ) -> RemoteReply:
         text, counts = "", {}
         body = {"model": self.source, "messages": messages, "seed": (self.seed + attempts) % 2**32, "stream": True}
         body |= self.options | {"stream_options": {"include_usage": True}}
         request = self._client.stream("POST", "/v1/chat/completions", json=body)
         try:
             with self._errors(), interrupt.at_once(), request as response:  # Ctrl-C closes the connection
-                for event in self._events(response):
-                    counts = event.get("usage") or counts
-                    piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
+                for piece, usage in self._pieces(response):
+                    counts = usage or counts
                     if piece:
                         text += piece
                         if stream is not None:
@@ -125,25 +152,61 @@ class RemoteChat(Turns):
             self._keep(messages, text, attempts)
             raise Interrupted([]) from None
         self._keep(messages, text, attempts)
-        return RemoteReply(counts=counts)
+        return RemoteReply(counts=counts, dropped_turns=dropped)
 
     def _keep(self, messages: list[dict[str, str]], text: str, attempts: int) -> None:
         self.messages, self._attempts = answered(messages, text), attempts
 
-    def _events(self, response: httpx2.Response) -> Iterator[dict[str, Any]]:
-        """Yield a stream's events; raise ValueError if the server refuses the request or its stream ends early."""
+    def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Return the messages; raise ValueError if they are not UTF-8."""
+        try:
+            json.dumps(messages, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            held = quoted(error.object[error.start])
+            raise ValueError(f"the text is not UTF-8: it holds {held}: convert it to UTF-8") from error
+        return messages
+
+    def _pieces(self, response: httpx2.Response) -> Iterator[tuple[str, Any]]:
+        """Yield the text and the token counts of each event of a stream.
+
+        Raises:
+            ContextFull, ValueError: the server refuses the request, its stream ends early, or an event is not one of
+                OpenAI's API.
+        """
         if response.status_code != 200:
             response.read()
-            raise ValueError(self._refusal(response))
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
-                return
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise ValueError(f"{self.url}: {event['error']['message']}")
-                yield event
+            said = self._refusal(response)
+            if response.status_code == 400 and FULL.search(said):
+                raise ContextFull(said)
+            raise ValueError(said)
+        try:
+            for event in httpx2.EventSource(response):
+                if event.data.strip() == "[DONE]":
+                    return
+                if event.data:
+                    yield self._piece(event.data)
+        except httpx2.SSEError as error:
+            raise ValueError(f"{self.url} sends no stream of events ({error}): correct --url") from error
+        except httpx2.HTTPError as error:
+            raise ValueError(f"{self.url} broke off the answer ({_cause(error)}): ask again") from error
         raise ValueError(f"{self.url} closed the connection before the answer was complete: ask again")
+
+    def _piece(self, data: str) -> tuple[str, Any]:
+        """Return the text and the token counts of an event. Other servers leave out fields, or send null."""
+        try:
+            event = json.loads(data)
+            failure = event.get("error")
+            choice = (event.get("choices") or [{}])[0]
+            text = (choice.get("delta") or {}).get("content") or ""
+            text.encode()  # only text has this method, and it raises ValueError for half a character
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{self.url} sent an event that is not one of OpenAI's API ({quoted(data, 200)}): correct --url"
+            ) from error
+        if failure:
+            said = failure.get("message", failure) if isinstance(failure, dict) else failure
+            raise ValueError(f"{self.url}: {said}")
+        return text, event.get("usage")
 
     def _refusal(self, response: httpx2.Response) -> str:
         """Say why the server refused a request."""
@@ -161,5 +224,10 @@ class RemoteChat(Turns):
         try:
             yield
         except httpx2.HTTPError as error:
-            what = str(error) or type(error).__name__
-            raise ValueError(f"{self.url} does not answer ({what}): start `tessera serve`, or correct --url") from error
+            raise ValueError(
+                f"{self.url} does not answer ({_cause(error)}): start `tessera serve`, or correct --url"
+            ) from error
+
+
+def _cause(error: httpx2.HTTPError) -> str:
+    return str(error) or type(error).__name__

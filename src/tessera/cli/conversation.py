@@ -1,5 +1,6 @@
 """The loop of `tessera chat`: read messages and /commands from a terminal or a pipe, and print the answers."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +41,9 @@ HELP = "\n".join(
         f"A line that ends with \\ continues on the next line; {QUOTES} starts and ends a message of several lines.",
     ]
 )
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters of an answer that a terminal would obey: control characters, except for tabs and ends of lines, and those
+that reverse the direction of text."""
 ReadLine = Callable[[str], str | None]
 """Function that shows a prompt and returns the next input line, or None at the end of the input."""
 
@@ -146,9 +150,12 @@ class _Terminal:
 
     def turn(self, ask: Callable[..., Reply]) -> None:
         """Call `ask` and print the answer while it is generated."""
+        begun, terminal = False, sys.stdout.isatty()
 
         def show(piece: str) -> None:
-            print(piece, end="", flush=True)
+            nonlocal begun
+            begun = True
+            print(harmless(piece) if terminal else piece, end="", flush=True)
 
         try:
             with PromptBar() as bar:
@@ -160,12 +167,21 @@ class _Terminal:
             interrupt.forget()
             self.say("(interrupted)")
             return
+        except (ValueError, MemoryError):
+            if begun:
+                print(flush=True)  # the error message starts on a line of its own
+            raise
         print(flush=True)
         if reply.dropped_turns:
             remark = f"The oldest {reply.dropped_turns} turns were forgotten: the context is full."
             self.remarks.print(remark, style="yellow")
         if self.interactive:
             self.say(f"({'; '.join(filter(None, (reply.usage(), self.chat.note)))})")
+
+
+def harmless(text: str) -> str:
+    r"""Return the text with the characters in UNSAFE escaped, such as \x1b."""
+    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def entries(read_line: ReadLine, interactive: bool = False) -> Iterator[Entry]:

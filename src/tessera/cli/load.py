@@ -4,6 +4,7 @@ Heavy modules are imported only when the command runs.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -38,20 +39,24 @@ class Load:
     itl_s: Omittable[float] = None
     """Maximum seconds between two pieces of text; goodput counts only requests that meet this limit."""
     api_key_file: Omittable[Path] = None
-    """File whose first line is the API key."""
+    """File whose first key is the API key."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Send the requests and print the summary; return 1 if a request failed."""
+        """Send the requests and print the summary; return 1 if a request failed.
+
+        After Ctrl-C, print the summary of the requests that have ended, and return 130.
+        """
         import asyncio
 
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-        from tessera.cli.remote import first_key
+        from tessera.cli.keys import read_keys
+        from tessera.core import interrupt
         from tessera.serve import load as client
 
         for name in ("requests", "clients", "prompt_tokens", "new_tokens"):
@@ -64,7 +69,10 @@ class Load:
             raise ValueError(
                 f"--shared-tokens {self.shared_tokens} must be from 0 to --prompt-tokens {self.prompt_tokens}"
             )
-        key = first_key(self.api_key_file)
+        for name, limit in (("--ttft-s", self.ttft_s), ("--itl-s", self.itl_s)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} {limit} must be above 0; leave it out to set no limit")
+        key = None if self.api_key_file is None else read_keys(self.api_key_file)[0]
         names = ("requests", "clients", "prompt_tokens", "shared_tokens", "new_tokens", "seed")
         sent = client.Load(rate=self.rate or float("inf"), **{name: getattr(self, name) for name in names})
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -74,6 +82,10 @@ class Load:
             done = asyncio.run(client.run(url, sent, key=key, progress=lambda _: bar.advance(task)))
         found = client.summary(sent, *done, ttft_s=self.ttft_s, itl_s=self.itl_s)
         print(json.dumps(found) if self.json else render(found))
+        if interrupt.asked():
+            interrupt.told()
+            print("interrupted", file=sys.stderr)
+            return interrupt.STATUS
         return 1 if found["errors"] else 0
 
 

@@ -192,7 +192,7 @@ class Chat(ModelFlags, SamplingFlags):
     url: Omittable[str] = None
     """Address of a server, such as http://127.0.0.1:8000, whose model answers; no model is loaded here."""
     api_key_file: Omittable[Path] = None
-    """File whose first line is the API key for --url."""
+    """File whose first key is the API key for --url."""
 
     def run(self) -> int:
         """Run the conversation until the input ends; return 2 if the input is a file or pipe and an entry failed."""

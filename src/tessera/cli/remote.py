@@ -1,10 +1,11 @@
-"""`tessera chat --url`: connect to a server, and read the API key from a file."""
+"""`tessera chat --url`: connect to a server."""
 
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
+
+from tessera.cli.keys import read_keys
 
 HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
 """Flags that apply to a model in this process. A server has loaded its model already, so --url refuses them."""
@@ -36,18 +37,8 @@ def conversation(flags: Any, say: Callable[[str], Any]):
     options = flags.values()
     if flags.max_new_tokens is not None:
         options["max_tokens"] = flags.max_new_tokens
-    key = first_key(flags.api_key_file)
+    key = None if flags.api_key_file is None else read_keys(flags.api_key_file)[0]
     chat = RemoteChat(flags.url, key=key, options=options, system=flags.system, seed=flags.seed)
     with closing(chat):
         chat.connect(say)
         yield chat
-
-
-def first_key(path: Path | None) -> str | None:
-    """Return the first line of a file of API keys; None if `path` is None."""
-    if path is None:
-        return None
-    key = path.read_text(encoding="utf-8").split("\n")[0].strip()
-    if not key:
-        raise ValueError(f"the first line of {path} is empty: write the API key there")
-    return key

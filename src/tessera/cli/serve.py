@@ -1,6 +1,7 @@
 """The `tessera serve` command and its flags. Heavy modules are imported only when the command runs."""
 
 import gc
+import ipaddress
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import tyro
 
 from tessera.cli import flags
 from tessera.cli.flags import Omittable
+from tessera.cli.keys import read_keys
+from tessera.core.escapes import quoted
 
 PATH = tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
 BOUNDS = (
@@ -24,7 +27,6 @@ BOUNDS = (
     ("spill_gb", 0.001, 1e6),
 )
 """Flags, each with its minimum and maximum."""
-LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,11 @@ class Serve:
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
+        self.check_given()
         for name, least, most in BOUNDS:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be from {least} to {most:,}")
         if self.replicas is not None:
             require("ray", "cluster")
         if self.path is not None and self.model is not None:
@@ -104,10 +107,22 @@ class Serve:
                 return self.run_replicas(bound, keys)
             site = self.site(keys)
             server.run(site, bound, keys)
+        if site.service.error is not None:
+            raise site.service.error
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
             sys.stderr.flush()
             os._exit(0)
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
+
+    def check_given(self) -> None:
+        """Raise ValueError if a flag is empty, as an unset variable in a script is, or the name cannot be shown."""
+        for name in ("host", "name"):
+            if getattr(self, name) == "":
+                raise ValueError(f'--{name} "" is empty: give it a value, or leave out --{name}')
+        if self.pin is not None and (not self.pin or Path() in self.pin):  # Path("") is Path()
+            raise ValueError("--pin names no file: name at least one, or leave out --pin")
+        if not self.served_name.isprintable():  # half a character, which JSON cannot hold, or a control character
+            raise ValueError(f"the model's name {quoted(self.served_name)} cannot be shown: choose one with --name")
 
     def run_replicas(self, bound, keys: tuple[str, ...]) -> int:
         """Serve with several replicas until SIGTERM or Ctrl-C."""
@@ -140,20 +155,13 @@ class Serve:
     def keys(self) -> tuple[str, ...]:
         """Read the API keys; raise ValueError if there are none and other machines can reach --host."""
         if self.api_key_file is None:
-            if self.host not in LOCAL:
+            if not is_local(self.host):
                 raise ValueError(
-                    f"--host {self.host} lets other machines connect, so anyone there could use the model: "
+                    f"--host {self.host} may let other machines connect, and anyone there could use the model: "
                     f"add --api-key-file FILE, or listen on 127.0.0.1"
                 )
             return ()
-        try:
-            text = self.api_key_file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.api_key_file} is not UTF-8 text: save it as UTF-8, one key per line") from error
-        keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
-        if not keys:
-            raise ValueError(f"{self.api_key_file} holds no key: write one per line")
-        return keys
+        return read_keys(self.api_key_file)
 
     def site(self, keys: Sequence[str]):
         """Load the model and start the engine's thread."""
@@ -188,9 +196,17 @@ class Serve:
             slots=self.slots,
             queue=self.queue,
             paging=paging,
-            pins=pinned(model, self.pin or ()),
+            pins=pinned(model, self.pin or (), context, paging.unit),
             tenants=[tenant_of(key) for key in keys] or [""],
         )
         return Site(
             model=model, name=self.served_name, service=service, context=context, grammars=grammars, bodies=bodies
         )
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can connect to an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

@@ -7,6 +7,9 @@ from typing import Literal
 from tessera.cli.flags import Several
 from tessera.core.files import check_writable
 
+BOUNDS = (("day_hours", 0, 24), ("minutes", 0.1, 1440))
+"""Flags, each with its minimum and maximum. A load of less than 0.1 minutes may hold no request."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
@@ -27,6 +30,10 @@ class Simulate:
 
     def run(self) -> int:
         """Simulate every scenario and append a record for each."""
+        for name, least, most in BOUNDS:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value:g} must be from {least} to {most:,}")
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # the records only name this machine
@@ -34,7 +41,7 @@ class Simulate:
         from tessera.workbench.simulate import study
 
         check_writable(self.out)
-        for machine in self.machine or tuple(study.MACHINES):
+        for machine in dict.fromkeys(self.machine or study.MACHINES):
             for record in study.run(machine, day_hours=self.day_hours, minutes=self.minutes):
                 evidence.append(self.out, record)
         return 0

@@ -9,16 +9,21 @@ are measured between pieces of text:
 """
 
 import asyncio
+import itertools
 import json
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx2
 import numpy as np
+
+from tessera.core import interrupt
+from tessera.core.escapes import escaped
 
 PERCENTILES = (50, 90, 99)
 TEXT = (
@@ -27,6 +32,8 @@ TEXT = (
     "under the picture of the harbour, where 4 ships wait for the tide and 17 gulls for the cook."
 )
 """Text whose tokens make up the prompts."""
+LOOK_S = 0.1
+"""Seconds between two looks at whether Ctrl-C was pressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,8 @@ async def run(
 ) -> tuple[list[Outcome], float]:
     """Send the load to a server; return the outcomes in the order of sending, and the seconds of the whole run.
 
+    Ctrl-C ends the run; the outcomes are then those of the requests that have ended.
+
     Args:
         url: the server's address, such as http://127.0.0.1:8000.
         load: what to send.
@@ -101,36 +110,58 @@ async def run(
         progress: called with each outcome as soon as its request has ended.
 
     Raises:
-        ValueError: the server does not answer, or refuses /tokenize.
+        ValueError: `url` is not an address, or the server does not answer or refuses /tokenize.
     """
+    try:
+        address = httpx2.URL(url.strip())
+    except httpx2.InvalidURL as error:
+        raise ValueError(f"{url} is not an address ({error}): pass one such as http://127.0.0.1:8000") from error
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.clients or 100)
     gate = asyncio.Semaphore(load.clients or load.requests)
-    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=load.limit_s, limits=limits) as client:
-        texts = prompts(load, await tokens_of(client, url))
+    async with httpx2.AsyncClient(base_url=address, headers=headers, timeout=load.limit_s, limits=limits) as client:
+        texts = prompts(load, await tokens_of(client, str(address.copy_with(userinfo=b""))))
+        ended: dict[int, Outcome] = {}
         began = time.perf_counter()
 
-        async def one(at: float, prompt: Sequence[int]) -> Outcome:
+        async def one(index: int, at: float, prompt: Sequence[int]) -> None:
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             async with gate:
-                outcome = await ask(client, prompt, load.new_tokens)
+                ended[index] = await ask(client, prompt, load.new_tokens)
             if progress is not None:
-                progress(outcome)
-            return outcome
+                progress(ended[index])
 
-        outcomes = await asyncio.gather(*(one(at, prompt) for at, prompt in zip(arrivals(load), texts)))
-        return outcomes, time.perf_counter() - began
+        all_sent = asyncio.gather(*(one(*each) for each in zip(itertools.count(), arrivals(load), texts)))
+        while not all_sent.done() and not interrupt.asked():
+            await asyncio.wait([all_sent], timeout=LOOK_S)
+        seconds = time.perf_counter() - began
+        all_sent.cancel()
+        with suppress(asyncio.CancelledError):
+            await all_sent
+        return [ended[index] for index in sorted(ended)], seconds
 
 
 async def tokens_of(client: httpx2.AsyncClient, url: str) -> list[int]:
-    """Return the server's tokens of TEXT; raise ValueError if the server does not answer, or refuses /tokenize."""
+    """Return the server's tokens of TEXT.
+
+    Raises:
+        ValueError: the server does not answer, or refuses /tokenize, or answers without token ids.
+    """
     try:
         found = await client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
     except httpx2.HTTPError as error:
         raise ValueError(f"{url} does not answer ({error}): start `tessera serve`, or use another URL") from error
+    if found.status_code == 401:
+        raise ValueError(f"{url} refuses the API key: pass a file that holds a valid key with --api-key-file")
     if found.status_code != 200:
-        raise ValueError(f"{url}/tokenize answered with status {found.status_code}: {found.text[:200]}")
-    return found.json()["tokens"]
+        raise ValueError(f"{url}/tokenize answers {_refusal(found)}")
+    try:
+        tokens = [int(token) for token in found.json()["tokens"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{url}/tokenize does not answer as `tessera serve` or vLLM does: use another URL") from error
+    if not tokens:
+        raise ValueError(f"{url}/tokenize answers without tokens: use another URL")
+    return tokens
 
 
 async def ask(
@@ -151,25 +182,45 @@ async def ask(
             "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}, headers=headers
         ) as found:
             if found.status_code != 200:
-                outcome.error = f"status {found.status_code}"
+                await found.aread()
+                outcome.error = _refusal(found)
                 return outcome
-            async for line in found.aiter_lines():
-                if line.startswith("data: {"):
-                    _take(json.loads(line[6:]), time.perf_counter() - began, outcome)
+            async for event in httpx2.EventSource(found):
+                if event.data.strip() not in ("", "[DONE]"):
+                    _take(event.data, time.perf_counter() - began, outcome)
     except httpx2.HTTPError as error:
         outcome.error = type(error).__name__
     if outcome.usage is None and outcome.error is None:
-        outcome.error = "the stream ended early"
+        outcome.error = "the stream ended early, or without token counts"
     return outcome
 
 
-def _take(event: dict[str, Any], now_s: float, outcome: Outcome) -> None:
-    if "error" in event:
-        outcome.error = event["error"]["message"][:100]
-    elif event["choices"] and (text := event["choices"][0].get("text")):
+def _take(data: str, now_s: float, outcome: Outcome) -> None:
+    """Add an event of a stream to the outcome. Other servers leave out fields, or send null."""
+    try:
+        event = json.loads(data)
+        failure = event.get("error")
+        text = (event.get("choices") or [{}])[0].get("text") or ""
         outcome.text += text
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        outcome.error = "an event is not one of OpenAI's API"
+        return
+    if text:
         outcome.pieces_s.append(now_s)
-    outcome.usage = event.get("usage") or outcome.usage
+    if failure:
+        outcome.error = escaped(failure.get("message", failure) if isinstance(failure, dict) else failure, 100)
+    match event:
+        case {"usage": {"prompt_tokens": int(), "completion_tokens": int()} as usage}:
+            outcome.usage = usage
+
+
+def _refusal(response: httpx2.Response) -> str:
+    """Return the status with which a server refused a request, and why."""
+    try:
+        said = response.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):  # not a server with OpenAI's API
+        said = response.text
+    return f"status {response.status_code}: {escaped(said, 200)}".removesuffix(": ")
 
 
 def summary(

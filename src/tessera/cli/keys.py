@@ -1,0 +1,23 @@
+"""Read the API keys in a file, for a server and for its clients."""
+
+from pathlib import Path
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file that holds one per line.
+
+    Raises:
+        ValueError: the file is not UTF-8 text, holds no key, or holds a key that clients cannot send.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8, one key per line") from error
+    keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
+    if not keys:
+        raise ValueError(f"{path} holds no key: write one per line")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ValueError(
+            f"{path} holds a key with a character outside ASCII, which clients cannot send in a header: use another key"
+        )
+    return keys
