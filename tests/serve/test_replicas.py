@@ -1,15 +1,13 @@
 """Several replicas behind one address: one server's answers, and no request hangs when a replica is lost."""
 
-import asyncio
-import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,111 +18,17 @@ from types import SimpleNamespace
 import httpx2 as httpx
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from replicated import CONTEXT, HEADERS, KEY, LIMIT_S, Front, assert_whole_or_failed, streamed
 from tiny import CONFIG, save_tiny
 
 from tessera.core.extras import installed
 from tessera.generate import load
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.serve import cluster, replicas, routing, server, warm
-from tessera.serve.app import Site, create
-from tessera.serve.bodies import Bodies
-from tessera.serve.protocol import ChatBody, CompletionBody
+from tessera.serve import cluster, replicas, routing
+from tessera.serve.front import Front as Keys
+from tessera.serve.front import tenant_of
+from tessera.serve.protocol import ChatBody, CompletionBody, Refusal
 from tessera.serve.relay import Relay
-from tessera.serve.summed import summed
-
-CONTEXT, KEY, LIMIT_S = 256, "a-secret", 300.0
-HEADERS = {"Authorization": f"Bearer {KEY}"}
-
-
-class Threads:
-    """The `Launcher` of these tests: each replica is a real server, on a thread. `kill` cuts all its connections."""
-
-    keys, key = (KEY, "another"), "between-us"
-
-    def __init__(self, model):
-        self.model, self.running, self.starts = model, {}, 0
-
-    async def start(self, index):
-        self.starts += 1
-        return await asyncio.to_thread(self._start, index)
-
-    def _start(self, index):
-        paging = warm.paging_for(self.model, slots=1, context=CONTEXT, exact=True)
-        service = warm.start(self.model, context=CONTEXT, slots=1, queue=16, paging=paging)
-        site = Site(model=self.model, name="tiny", service=service, context=CONTEXT, bodies=Bodies(CONTEXT))
-        bound = server.listen("127.0.0.1", 0)
-        bound.listen()
-        own = server.Server(server.configured(create(site), (*self.keys, self.key)), service)
-        threading.Thread(target=own.run, kwargs={"sockets": [bound]}, daemon=True).start()
-        self.running[index] = SimpleNamespace(service=service, server=own, bound=bound)
-        return server.address(bound)
-
-    def kill(self, index):
-        """Cut all connections of a replica, as the end of its process does."""
-        found = self.running.pop(index)
-        found.server.force_exit = found.server.should_exit = True
-        found.server._loop.call_soon_threadsafe(self._cut, found)
-        threading.Thread(target=found.service.stop, daemon=True).start()
-
-    def _cut(self, found):
-        for each in found.server.servers:
-            each.close()
-        for connection in list(found.server.server_state.connections):
-            connection.transport.abort()
-        found.bound.close()
-
-    async def stop(self, index):
-        if index in self.running:
-            self.kill(index)
-
-    def close(self):
-        for index in list(self.running):
-            self.kill(index)
-
-
-class Front:
-    """Two replicas and their front, on a thread of this process."""
-
-    def __init__(self, model):
-        self.launcher, self.bound = Threads(model), server.listen("127.0.0.1", 0)
-        self.url = server.address(self.bound)
-        self.begun = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(model)), daemon=True)
-        self.thread.start()
-        assert self.begun.wait(LIMIT_S)
-        self.until(lambda: len(self.replicas.ready) == 2)
-
-    async def _serve(self, model):
-        self.loop, self.replicas = asyncio.get_running_loop(), replicas.Replicas(self.launcher, 2)
-        self.server = server.Server(
-            server.configured(Relay(self.replicas, model.tokenizer, margin=8), self.launcher.keys), self.replicas
-        )
-        self.replicas.begin()
-        self.begun.set()
-        await self.server.serve([self.bound])
-        await self.replicas.end()
-
-    def until(self, condition):
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < end, "the front did not get there"
-            assert self.thread.is_alive()
-            time.sleep(0.01)
-
-    def ask(self, prompt, key=KEY, **options):
-        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | options
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S)
-
-    def slow(self, monkeypatch, seconds=0.05):
-        for found in self.launcher.running.values():
-            engine = found.service._engine
-            monkeypatch.setattr(engine, "step", lambda step=engine.step: time.sleep(seconds) or step())
-
-    def metric(self, name):
-        lines = httpx.get(f"{self.url}/metrics", headers=HEADERS).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +40,7 @@ def folder(tmp_path_factory):
 def front(folder):
     found = Front(load(folder))
     yield found
-    found.loop.call_soon_threadsafe(found.server.handle_exit, signal.SIGTERM, None)
-    found.thread.join(LIMIT_S)
-    assert not found.thread.is_alive()
+    found.close()
 
 
 # --- the choice of a replica
@@ -173,20 +75,6 @@ def test_a_lost_replica_moves_only_its_own_prompts_and_a_busy_one_is_passed_by()
     assert {routing.choose(None, several[:2], 2).index for _ in range(20)} == {0}
 
 
-def test_metrics_of_replicas_add_up_and_shares_are_means():
-    text = (
-        '# TYPE a_total counter\na_total{{kind="x"}} {0}\n# TYPE a_created gauge\na_created 5e9\n'
-        '# TYPE b histogram\nb_bucket{{le="1.0"}} {0}\nb_bucket{{le="+Inf"}} {0}\nb_count {0}\nb_sum 2\n'
-        "# TYPE c_perc gauge\nc_perc 0.{0}\n"
-    )
-    found = summed([text.format(1), text.format(3)], ready=2, lost=1, retried=4).decode()
-    samples = {s.name: s.value for f in text_string_to_metric_families(found) for s in f.samples}
-    assert samples["a_total"] == samples["b_count"] == samples["b_bucket"] == 4
-    assert (samples["b_sum"], samples["c_perc"]) == (4, pytest.approx(0.2))
-    assert "a_created" not in samples
-    assert (samples["tessera:replicas_ready"], samples["tessera:requests_retried_total"]) == (2, 4)
-
-
 def test_replicas_get_their_chips_or_are_refused():
     nodes = [{"Alive": True, "Resources": {"GPU": 8.0}}, {"Alive": True, "Resources": {"GPU": 4.0}}]
     assert cluster.places(nodes, 3, 4) == {"num_gpus": 4}
@@ -195,6 +83,10 @@ def test_replicas_get_their_chips_or_are_refused():
         ValueError, match="--replicas 2 with 8 chips each needs 16 chips, but the machines have 8, 4 GPUs"
     ):
         cluster.places(nodes, 2, 8)  # 12 chips, but only one machine has 8
+
+
+def test_requests_and_their_replicas_share_the_descriptors():
+    assert [cluster.clients(files) for files in (64, 1024, 1 << 20, resource.RLIM_INFINITY)] == [1, 462, 1000, 1000]
 
 
 # --- the front
@@ -223,7 +115,7 @@ def test_answers_are_those_of_one_server_and_a_document_stays_with_its_replica(f
 
 
 def test_the_front_refuses_as_one_server_does(front):
-    for path in ("/v1/models", "/metrics", "/docs"):
+    for path in ("/v1/models", "/metrics", "/version"):
         assert httpx.get(front.url + path).status_code == 401
         assert httpx.get(front.url + path, headers=HEADERS).status_code == 200
     refused = front.ask("x", foo=1)
@@ -244,6 +136,9 @@ def test_the_front_refuses_as_one_server_does(front):
         (b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff", 200),
         (b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
         (b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
+        (b"GET /v1/x/../models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
+        (b"GET /v1/models?a=/../| HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 200),
+        (b"post /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 405),
         (b"GET /v1/models?[]#| HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-secret", 404),
     ],
 )
@@ -286,51 +181,6 @@ def test_a_client_that_goes_away_frees_its_row(front, monkeypatch):
     front.until(lambda: front.replicas.open == 0)
 
 
-def streamed(url, number, headers=()):
-    """Ask for a streamed chat; return its events."""
-    body = {"messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 60, "stream": True, "temperature": 0}
-    asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=dict(headers), timeout=LIMIT_S)
-    with asked as stream:
-        return stream.status_code, [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
-
-
-def assert_whole_or_failed(answers):
-    """Each stream is whole, or ends with an error event after its first piece. Return how many failed."""
-    assert {status for status, _ in answers} == {200}
-    failed = [events for _, events in answers if events[-1] != "[DONE]"]
-    for events in failed:
-        assert len(events) > 1
-        assert "was lost" in json.loads(events[-1])["error"]["message"]
-    return len(failed)
-
-
-def test_a_lost_replica_fails_only_started_streams_and_comes_back(front, monkeypatch):
-    """Each replica has one row: of eight streams, two are started, and the others wait."""
-    monkeypatch.setattr(replicas, "PAUSES_S", (0.05, 1.0))
-    front.slow(monkeypatch)
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(streamed, front.url, number, HEADERS.items()) for number in range(8)]
-        front.until(lambda: all(replica.open >= 3 for replica in front.replicas.all))
-        front.until(lambda: all(found.service._engine.num_waiting for found in front.launcher.running.values()))
-        time.sleep(0.5)  # the first tokens reach their clients
-        front.loop.call_soon_threadsafe(front.launcher.kill, 0)
-        failed = assert_whole_or_failed([one.result() for one in asked])
-    assert failed <= 1
-    assert front.replicas.retried >= 3
-    front.until(lambda: len(front.replicas.ready) == 2)
-    assert front.metric("tessera:replicas_lost_total") == 1
-
-
-def test_a_rolling_restart_replaces_each_replica_and_fails_nothing(front):
-    before, answers = [replica.starts for replica in front.replicas.all], []
-    front.loop.call_soon_threadsafe(front.replicas.roll)
-    front.until(lambda: front.replicas._rolling is not None)
-    while not front.replicas._rolling.done():
-        answers.append(front.ask("x").status_code)
-    assert set(answers) == {200}
-    assert [replica.starts for replica in front.replicas.all] == [count + 1 for count in before]
-
-
 # --- the process
 
 
@@ -351,6 +201,14 @@ def test_a_machine_without_a_token_cannot_join_a_cluster(folder, tmp_path):
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert (found.returncode, "no token" in found.stderr) == (2, True), found.stderr
     assert "ray get-auth-token" in found.stderr
+
+
+def test_an_address_that_names_no_cluster_is_refused_with_its_variable(folder, tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path), "RAY_ADDRESS": "nonsense", "RAY_AUTH_TOKEN": "0" * 32}
+    command = [sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--replicas", "2"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert found.returncode == 2
+    assert "RAY_ADDRESS=nonsense names no running cluster" in found.stderr
 
 
 def test_a_cluster_that_asks_for_no_token_is_refused(folder, tmp_path):
@@ -404,25 +262,81 @@ def test_replicas_without_ray_are_refused_by_name(folder, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_the_tenant_of_a_front_without_keys_is_the_same_at_each_start():
+    """Pages on disk are found by tenant."""
+    for keys in ((), (KEY,)):
+        inner = Keys(None, keys, "a-new-secret")
+        assert inner._tenant("/v1/models", b"Bearer a-new-secret") == ""
+        assert [inner._tenant("/v1/models", b"Bearer " + key.encode()) for key in keys] == [tenant_of(k) for k in keys]
+        with pytest.raises(Refusal, match="needs an API key"):
+            inner._tenant("/v1/models", b"Bearer ")
+
+
+ERRORS = """
+import asyncio, psutil
+from tessera.serve.cluster import Cluster
+from tessera.serve.replicas import Ended
+
+def broken(keys):
+    raise ImportError("half an upgrade")
+
+async def run():
+    launcher = Cluster(broken, (), count=1, chips=1)
+    try:
+        await launcher.start(0)
+    except RuntimeError as error:
+        print("failed:", error)
+    await launcher.stop(0, lost=True)
+    next(child for child in psutil.Process().children(recursive=True) if child.name() == "raylet").kill()
+    while True:
+        try:
+            await launcher.start(0)
+        except OSError:  # Ray has just noticed the loss
+            await launcher.stop(0, lost=True)
+        except Ended as error:
+            print("ended:", error)
+            return
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.skipif(not installed("ray"), reason="Ray is not installed: pip install 'tessera-attention[cluster]'")
+def test_a_failed_start_is_told_from_a_lost_ray(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", ERRORS]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert "failed: the process of replica 0 failed: ImportError('half an upgrade')" in found.stdout, found.stderr
+    assert "ended: Ray has lost all machines" in found.stdout, found.stderr
+
+
 @pytest.mark.skipif(not installed("ray"), reason="Ray is not installed: pip install 'tessera-attention[cluster]'")
 def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder, tmp_path):
-    flags = ["--port", "0", "--slots", "1", "--exact", "--replicas", "2"]
+    flags = ["--port", "0", "--slots", "1", "--exact", "--replicas", "2", "--spill", str(tmp_path / "pages")]
     command = [sys.executable, "-m", "tessera", "serve", str(folder), *flags]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "RAY_ADDRESS": "local"}
-    environment["HOME"] = str(tmp_path)  # Ray writes its token there
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "RAY_ADDRESS": ""}
+    environment["HOME"] = str(tmp_path)  # Ray looks for a token there
+    environment["RAY_memory_usage_threshold"] = "0.01"  # as if another program filled the memory
+    piped = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **piped) as process:
         try:
             said = []
             while sum(line.startswith("ready: replica") for line in said) < 2:
                 said.append(process.stderr.readline())
                 assert said[-1], said
+            assert not (tmp_path / ".ray").exists()  # Ray makes a token's file readable by all users
             url = re.search(r"http://127.0.0.1:\d+", "".join(said))[0]  # the front says its own first
             with ThreadPoolExecutor(8) as pool:
                 asked = [pool.submit(streamed, url, number) for number in range(8)]
                 children = psutil.Process(process.pid).children(recursive=True)
-                next(child for child in children if "ray::Actor" in child.cmdline()).kill()
+                for child in children:
+                    child.send_signal(signal.SIGHUP)  # as a terminal does that closes
+                actors = [child for child in children if "ray::Actor" in child.cmdline()]
+                lasting = [actors[1], *(child for child in children if child.name() in ("gcs_server", "raylet"))]
+                actors[0].kill()
                 assert_whole_or_failed([one.result() for one in asked])
-            body = {"prompt": "x", "max_tokens": 200, "stream": True, "temperature": 0}
+            assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in lasting] == [True] * 3
+            body = {"prompt": "x" * 150, "max_tokens": 100, "stream": True, "temperature": 0}  # two whole pages
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) as stream:
                 lines = stream.iter_lines()
                 next(lines)
@@ -430,5 +344,6 @@ def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder, tmp
                 assert [line for line in lines if line][-1] == "data: [DONE]"
             rest = process.stderr.read()
             assert (process.wait(LIMIT_S), "Traceback" in rest) == (0, False), rest
+            assert [path for path in (tmp_path / "pages").rglob("*") if path.is_file()]  # written at the end
         finally:
             process.kill()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file that holds one per line.
+    """Return the keys of a file that holds one per line; a line that begins with # is a comment.
 
     Raises:
         ValueError: the file is not UTF-8 text, holds no key, or holds a key that clients cannot send.
@@ -13,7 +13,8 @@ def read_keys(path: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8, one key per line") from error
-    keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
+    lines = map(str.strip, text.splitlines())
+    keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not keys:
         raise ValueError(f"{path} holds no key: write one per line")
     if not all(key.isascii() and key.isprintable() for key in keys):

@@ -13,6 +13,7 @@ environment, and the model at the same path.
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -23,8 +24,9 @@ from typing import Any
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve import server
 from tessera.serve.app import Site, create
+from tessera.serve.front import Front
 from tessera.serve.relay import Relay
-from tessera.serve.replicas import Lost, Replicas
+from tessera.serve.replicas import Ended, Lost, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ ADDRESS = "RAY_ADDRESS"
 """Environment variable that holds the cluster's address; all Ray programs read it."""
 TOKEN_MODE = "RAY_AUTH_MODE"
 """Environment variable that is "token" if Ray's processes accept only peers that know its token, else "disabled"."""
+TOKEN = "RAY_AUTH_TOKEN"
+"""Environment variable that holds the token; Ray prefers it to ~/.ray/auth_token."""
 GIVE_TOKEN = (
     "run `ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray on all "
     f"with {TOKEN_MODE}=token; {TOKEN_MODE}=disabled accepts a cluster that runs code for everyone who can reach it"
@@ -40,6 +44,12 @@ GIVE_TOKEN = (
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""
+END_S = 120.0
+"""Maximum seconds for a replica that is stopped to end its step and write its pages: 8 GB at 80 MB/s, and some more."""
+NODES_S = 5.0
+"""Seconds between two looks at the cluster's machines, while a replica waits for its process."""
+OWN_FILES = 100
+"""File descriptors that the front keeps for Ray, which uses about 40, for logs and for health checks."""
 CHIPS = ("GPU", "TPU")
 """Ray's resource names for accelerators."""
 
@@ -54,8 +64,8 @@ class Actor:
         """Load a model, serve it from a thread, and return the server's URL.
 
         Args:
-            build: function that takes the API keys, loads the model and starts the engine's thread.
-            keys: API keys of clients, one per tenant.
+            build: function that takes the clients' API keys, loads the model and starts the engine's thread.
+            keys: API keys of clients, one per tenant; if there are none, all requests have the tenant "".
             own: API key that the front uses.
             host: address to listen on, with a free port; "" means this machine's address in the cluster.
 
@@ -67,12 +77,20 @@ class Actor:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("tessera").setLevel(logging.INFO)
         logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the server in front logs every request
-        site = build(keys or (own,))
+        site = build(keys)
+        self._service = site.service
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
         bound.listen()  # from now on connections wait; a refused one would count as a lost replica
-        running = server.Server(server.configured(create(site), (*keys, own)), site.service)
+        app = create(site)
+        configured = server.configured(app)
+        configured.app = Front(app, keys, own)
+        running = server.Server(configured, site.service)
         threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
         return server.address(bound)
+
+    def stop(self) -> None:
+        """End the engine's thread, which writes its pages to disk if there is a folder for them (`--spill`)."""
+        self._service.stop()
 
 
 class Cluster:
@@ -97,52 +115,96 @@ class Cluster:
         self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
         self._chips = places(ray.nodes(), count, chips)
         self._actors: dict[int, Any] = {}
+        self._serving: set[int] = set()  # numbers of the replicas that have started
         self._nodes: dict[int, str | None] = {}
 
     async def start(self, index: int) -> str:
         """Start replica `index`, load its model and return its server's URL."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            return await self._start(index)
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError | MemoryError | OSError):
+                raise error.cause from None
+            logger.error("the process of replica %d failed: %s", index, error)  # with the traceback there
+            raise RuntimeError(f"the process of replica {index} failed: {error.cause!r}") from error
+        except RayError as error:
+            raise Lost(str(error)) from error
+
+    async def _start(self, index: int) -> str:
+        from ray.exceptions import RayActorError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nodes = await asyncio.to_thread(self._ray.nodes)
+        nodes = await self._machines()
         taken = [node for node in self._nodes.values() if node is not None]
         node = self._nodes[index] = None if self._chips else node_of(taken, nodes)
         strategy = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
         options = {"num_cpus": 0, "scheduling_strategy": strategy, **self._chips}
         self._actors[index] = actor = self._ray.remote(Actor).options(**options).remote()
         try:
-            await actor.reached.remote()
+            await self._reach(actor)
         except RayActorError as error:
             raise OSError(
                 f"the process of replica {index} ended before it answered. If its machine lacks Ray's token, "
                 f"{GIVE_TOKEN}"
             ) from error
         try:
-            return await actor.start.remote(self._build, self.keys, self.key, self._host)
+            url = await actor.start.remote(self._build, self.keys, self.key, self._host)
         except RayActorError as error:
             raise Lost("its process ended while loading the model") from error
-        except RayTaskError as error:
-            raise error.cause from None
+        self._serving.add(index)
+        return url
 
-    async def stop(self, index: int) -> None:
-        """End the process of replica `index` at once, if it has one."""
+    async def _reach(self, actor: Any) -> None:
+        """Wait until a replica's process answers, which takes long if no chips are free; raise Ended as `_machines`."""
+        answer = asyncio.ensure_future(actor.reached.remote())
+        while not (await asyncio.wait([answer], timeout=NODES_S))[0]:
+            await self._machines()
+        answer.result()
+
+    async def _machines(self) -> list[Mapping[str, Any]]:
+        """Return the machines of the cluster.
+
+        Raises:
+            Ended: all are lost, so that Ray would wait indefinitely for a new one.
+        """
+        nodes = await asyncio.to_thread(self._ray.nodes)
+        if not any(node["Alive"] for node in nodes):
+            raise Ended("Ray has lost all machines: no replica can be started")
+        return nodes
+
+    async def stop(self, index: int, *, lost: bool) -> None:
+        """End the process of replica `index`, if it has one. If it is not `lost`, let it write its pages first."""
         self._nodes.pop(index, None)
+        if lost:
+            self._serving.discard(index)
         if (actor := self._actors.pop(index, None)) is not None:
-            self._ray.kill(actor)
+            await asyncio.to_thread(self._end, {index: actor})
 
     def close(self) -> None:
-        """End all processes of replicas at once; any thread may call this."""
-        while self._actors:
-            self._ray.kill(self._actors.popitem()[1])
+        """End all processes of replicas; let them write their pages first."""
+        actors = dict(self._actors)
+        self._actors.clear()
+        self._end(actors)
+
+    def _end(self, actors: Mapping[int, Any]) -> None:
+        asked = [actor.stop.remote() for index, actor in actors.items() if index in self._serving]
+        self._serving.difference_update(actors)
+        if asked:
+            self._ray.wait(asked, num_returns=len(asked), timeout=END_S)
+        for actor in actors.values():
+            self._ray.kill(actor)
 
     def shut_down(self) -> None:
-        """End all processes of replicas. Then end Ray if `join` started it, or else leave the cluster."""
+        """End all processes of replicas at once. Then end Ray if `join` started it, or else leave the cluster."""
+        self._serving.clear()
         self.close()
         self._ray.shutdown()
 
 
 def join() -> str:
-    """Join the cluster that RAY_ADDRESS names; if it is not set or is "local", start Ray on this machine.
+    """Join the cluster that RAY_ADDRESS names; if it is not set, empty or "local", start Ray on this machine.
 
     Returns:
         the address on which replicas listen; "" if each listens on the address of the machine that runs it.
@@ -150,6 +212,8 @@ def join() -> str:
     Raises:
         OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
+    # A terminal that closes sends SIGHUP to Ray's processes too. They inherit this; the front sets its handler later.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Without this, `ray start` makes a cluster that runs code for everyone who can reach it, if it finds no token.
     os.environ.setdefault(TOKEN_MODE, "token")
     import ray
@@ -157,13 +221,16 @@ def join() -> str:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its makers
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
-    if os.environ.get(ADDRESS, "local") == "local":
+    if os.environ.get(ADDRESS) in (None, "", "local"):
+        os.environ.setdefault(TOKEN, secrets.token_hex(32))  # Ray would write one to a file that all users may read
+        # Ray's default ends a replica because other programs fill the memory.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         os.environ["RAY_worker_niceness"] = "0"  # Ray's default, 15, starves replicas when other programs are busy
         ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return LOOPBACK
     try:
         ray.init(address="auto", **quiet)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         raise OSError(f"{ADDRESS}={os.environ[ADDRESS]} names no running cluster: run `ray start` first") from error
     except AuthenticationError as error:
         named = f"{ADDRESS}={os.environ[ADDRESS]}"
@@ -205,6 +272,17 @@ def node_of(taken: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> str | N
     return min(present, key=taken.count, default=None)
 
 
+def clients(files: int) -> int:
+    """Return the maximum number of connections of clients; a request needs a second one, to its replica.
+
+    Args:
+        files: maximum number of file descriptors of this process; `RLIM_INFINITY` if there is no limit.
+    """
+    if files == resource.RLIM_INFINITY:
+        return server.MAX_CONNECTIONS
+    return max(1, min(server.MAX_CONNECTIONS, (files - OWN_FILES) // 2))
+
+
 def run(
     launcher: Cluster,
     tokenizer: Tokenizer | None,
@@ -235,7 +313,9 @@ def run(
     async def serve() -> None:
         replicas = Replicas(launcher, count)
         relay = Relay(replicas, tokenizer, margin, context)
-        front = server.Server(server.configured(relay, launcher.keys), replicas)
+        configured = server.configured(relay, launcher.keys)
+        configured.limit_concurrency = clients(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        front = server.Server(configured, replicas)
         server.take_signals(front)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replicas.roll)
         logger.info("%s at %s/v1, starting %d replicas", name, server.address(bound), count)

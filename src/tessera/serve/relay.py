@@ -16,9 +16,8 @@ from tessera.serve.app import refusal_response
 from tessera.serve.bodies import Bodies
 from tessera.serve.front import TENANT, Message, Receive, Send
 from tessera.serve.protocol import ChatBody, CompletionBody, Refusal
-from tessera.serve.replicas import ANSWER_S, Lost, Replica, Replicas
+from tessera.serve.replicas import Lost, Replica, Replicas, full
 from tessera.serve.routing import choose, first_page
-from tessera.serve.summed import summed
 from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
@@ -88,13 +87,7 @@ class Relay:
         return Response(status_code=200 if self.replicas.ready and not self.replicas.draining else 503)
 
     async def _metrics(self) -> Response:
-        asked = (
-            self.replicas.client.get(f"{replica.url}/metrics", timeout=ANSWER_S) for replica in self.replicas.ready
-        )
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        texts = [answer.text for answer in answers if isinstance(answer, httpx2.Response)]
-        own = {"lost": self.replicas.lost, "retried": self.replicas.retried}
-        text = summed(texts, ready=len(self.replicas.ready), **own)
+        text = await self.replicas.metrics()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Message, body: bytes, send: Send) -> Response | None:
@@ -104,14 +97,15 @@ class Relay:
         key = await self._key(scope, body)
         tried, lost, response = set(), 0, refusal_response(Refusal(503, "no replica is ready: try again", retry_s=5))
         with self.replicas.counted():
-            while left := [replica for replica in self.replicas.ready if replica not in tried]:
+            while left := [each for each in self.replicas.ready if (each, each.starts) not in tried]:
                 replica = choose(key, left, self.margin)
-                tried.add(replica)
+                tried.add((replica, replica.starts))  # once it has restarted, it may be asked again
+                retired = replica.retired
                 try:
                     with replica.counted():
                         response = await self._ask(replica, scope, body, send)
                 except Lost as error:
-                    lost += 1
+                    lost += replica.retired == retired  # a planned restart is no crash
                     if lost == MAX_LOST:
                         raise Refusal(500, "the replicas that took the request were lost: send it again") from error
                     self.replicas.retried += 1
@@ -139,13 +133,9 @@ class Relay:
 
         Raises:
             Lost: the replica was lost before the client got a byte.
-            Refusal: the request has no path, like CONNECT, or an invalid query.
+            Refusal: the request has no valid address; or this machine has too many connections.
         """
-        begun, query = False, scope["query_string"]
-        try:
-            url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (b"?" + query if query else b""))
-        except httpx2.InvalidURL:
-            raise Refusal(404, f"no route {scope['method']} {scope['path']:.200}: see /docs") from None
+        begun, url = False, _url(replica, scope)
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:
@@ -158,6 +148,8 @@ class Relay:
                     begun = True
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except (httpx2.TransportError, TimeoutError) as error:
+            if full(error):
+                raise Refusal(503, "the server has too many connections: try again", retry_s=5) from error
             if not begun:
                 raise Lost(str(error) or type(error).__name__) from error
             said = Refusal(500, "the replica that answered was lost: send the request again").body()
@@ -167,6 +159,25 @@ class Relay:
             raise Lost("the stream ended before its first piece")
         await send({"type": "http.response.body", "body": b""})
         return None
+
+
+def _url(replica: Replica, scope: Message) -> httpx2.URL:
+    """Return the address of a request at a replica.
+
+    Raises:
+        Refusal: the client would send another request than the front got: one has no path, like CONNECT, or an invalid
+            query, or dots in its path, or a method in small letters.
+    """
+    query, unknown = scope["query_string"], f"no route {scope['method']} {scope['path']:.200}: see /docs"
+    if scope["method"] != scope["method"].upper():
+        raise Refusal(405, unknown)
+    try:
+        url = httpx2.URL(replica.url).copy_with(raw_path=scope["raw_path"] + (b"?" + query if query else b""))
+    except httpx2.InvalidURL:
+        raise Refusal(404, unknown) from None
+    if url.raw_path.partition(b"?")[0] != scope["raw_path"]:
+        raise Refusal(404, unknown)
+    return url
 
 
 def _start(status: int, headers: dict[str, str]) -> Message:

@@ -7,6 +7,7 @@ starts and ends these processes; `cluster.Cluster` is the launcher that uses Ray
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,8 +15,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Protocol
 
 import httpx2
+from prometheus_client.metrics_core import Metric
 
 from tessera.serve.server import DRAIN_S, HEADER_S
+from tessera.serve.summed import Totals, counted, parsed
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +26,13 @@ HEALTH_S = 1.0
 """Seconds between two health checks of a replica."""
 ANSWER_S = 10.0
 """Maximum seconds of a health check. This is generous, because all cores of the replica's machine may be busy."""
+METRICS_S = 5.0
+"""Maximum seconds to fetch a replica's metrics. Prometheus waits 10 s for those of all replicas together."""
 MISSES = 3
 """Number of failed health checks in a row after which a replica is lost. It is lost at once if the connection fails or
 the answer has status 500."""
+FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of this machine, which has no descriptor, memory or port for a connection. The replica may be well."""
 PAUSES_S = (1.0, 60.0)
 """Minimum and maximum seconds until a lost replica is restarted; each failure doubles the pause."""
 
@@ -46,18 +53,23 @@ class Launcher(Protocol):
 
         Raises:
             Lost: the process ended before its server was running.
-            ValueError, MemoryError, OSError: the model cannot be served.
+            ValueError, MemoryError, OSError, RuntimeError: the model cannot be served.
+            Ended: no process can be started any more.
         """
 
-    async def stop(self, index: int) -> None:
-        """End the process of replica `index` at once, if it has one."""
+    async def stop(self, index: int, *, lost: bool) -> None:
+        """End the process of replica `index`, if it has one. If it is not `lost`, let it write its pages first."""
 
     def close(self) -> None:
-        """End all processes at once; any thread may call this."""
+        """End all processes; let them write their pages first. Open requests fail. Any thread may call this."""
 
 
 class Lost(Exception):
     """A replica has ended or does not answer."""
+
+
+class Ended(Exception):
+    """The launcher cannot start processes any more. The server ends, for a supervisor to start it again."""
 
 
 class Replica:
@@ -65,16 +77,21 @@ class Replica:
 
     Attributes:
         index: number of the replica, from 0.
-        url: address of its server.
+        url: address of its server; "" while it has none.
         ready: whether it takes requests.
         open: number of requests that it has not answered.
         starts: number of times that the replica has become ready.
-        retire: event that asks for a restart once the open requests have ended.
+        retired: number of times that the replica has been stopped in order to restart it.
+        rolls: number of calls of `Replicas.roll` before its process was started.
+        metrics: the last metrics that its process has reported.
+        retiring: event that is set while the replica is to be restarted once the open requests have ended.
     """
 
     def __init__(self, index: int):
-        self.index, self.url, self.ready, self.open, self.starts = index, "", False, 0, 0
-        self.retire = asyncio.Event()
+        self.index, self.url, self.ready = index, "", False
+        self.open = self.starts = self.retired = self.rolls = 0
+        self.metrics: list[Metric] = []
+        self.retiring = asyncio.Event()
         self._limits: set[asyncio.Timeout] = set()
 
     @contextmanager
@@ -99,6 +116,11 @@ class Replica:
             finally:
                 self._limits.discard(limit)
 
+    def retire(self) -> None:
+        """Accept no more requests, and restart once the open ones have ended."""
+        self.ready = False
+        self.retiring.set()
+
     def lose(self) -> None:
         """Accept no more requests, and abort the open ones."""
         self.ready = False
@@ -117,13 +139,14 @@ class Replicas:
     Attributes:
         all: the replicas.
         open: number of requests without a complete answer, whether or not a replica has them.
-        retried: number of requests that were sent to another replica because the first was lost.
+        retried: number of requests that were sent to another replica because the first was lost or restarted.
         lost: number of times that a replica crashed or stopped answering.
+        rolls: number of calls of `roll`.
     """
 
     def __init__(self, launcher: Launcher, count: int):
         self.launcher, self.all = launcher, [Replica(index) for index in range(count)]
-        self.open = self.retried = self.lost = 0
+        self.open = self.retried = self.lost = self.rolls = 0
         self.draining = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=HEADER_S / 2)
         self.client = httpx2.AsyncClient(
@@ -132,12 +155,13 @@ class Replicas:
             limits=limits,
             trust_env=False,  # a proxy for the internet cannot reach the cluster
         )
+        self._totals = Totals()
         self._tasks: list[asyncio.Task] = []
         self._rolling: asyncio.Task | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether every replica is kept running; False once a replica's first start has failed."""
+        """Whether every replica is kept running; False once a first start has failed or the launcher has ended."""
         return not any(task.done() and not task.cancelled() and task.exception() for task in self._tasks)
 
     @property
@@ -159,7 +183,7 @@ class Replicas:
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.all]
 
     async def end(self) -> None:
-        """Stop watching the replicas; if a replica's first start failed, raise that error."""
+        """Stop watching the replicas; if a first start has failed or the launcher has ended, raise that error."""
         for task in self._tasks:
             task.cancel()
         found = await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -173,34 +197,68 @@ class Replicas:
         self.draining = True
 
     def stop(self) -> None:
-        """End all processes at once; open requests end with an error."""
+        """End all processes; open requests end with an error."""
         self.draining = True
         self.launcher.close()
 
     def roll(self) -> None:
-        """Restart the replicas one after another, each after its open requests have ended.
-
-        Do nothing if an earlier `roll` is still under way.
-        """
+        """Restart all processes that run or start now, one after another, each after its open requests have ended."""
+        self.rolls += 1
         if self._rolling is None or self._rolling.done():
+            logger.info("restarting %d replicas one after another, each while all others are ready", len(self.all))
             self._rolling = asyncio.create_task(self._roll())
 
     async def _roll(self) -> None:
-        for replica in self.all:
-            before = replica.starts
-            replica.retire.set()
-            while replica.starts == before:  # if it does not start again, the later ones keep running
-                await asyncio.sleep(HEALTH_S / 10)
-        logger.info("all %d replicas have been restarted", len(self.all))
+        while not self.draining:
+            if await self._all_answer():
+                # A process that was starting when `roll` was called may have read the old plan: it is replaced too.
+                old = [replica for replica in self.all if replica.rolls < self.rolls]
+                if not old:
+                    logger.info("all %d replicas have been restarted", len(self.all))
+                    return
+                old[0].retire()  # if it does not start again, the later ones keep running
+            await asyncio.sleep(HEALTH_S / 10)
+
+    async def _all_answer(self) -> bool:
+        """Return whether all replicas are ready. Check their health, because one may have been lost a moment ago."""
+        if len(self.ready) < len(self.all):
+            return False
+        asked = (self._status(replica, "/health") for replica in self.all)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return len(self.ready) == len(self.all) and all(answer == 200 for answer in answers)
+
+    async def metrics(self) -> bytes:
+        """Return the merged metrics of the replicas that are ready, in Prometheus' text format.
+
+        Counters include those of other replicas and of processes that have ended.
+        """
+        await asyncio.gather(*(self._measure(replica) for replica in self.ready))
+        latest = [replica.metrics if replica.ready else counted(replica.metrics) for replica in self.all]
+        return self._totals.text(latest, ready=len(self.ready), lost=self.lost, retried=self.retried)
+
+    async def _measure(self, replica: Replica) -> None:
+        """Fetch the metrics of a replica; if it does not answer, keep the last ones."""
+        url = replica.url
+        with suppress(httpx2.TransportError):
+            answer = await self.client.get(f"{url}/metrics", timeout=METRICS_S)
+            if answer.status_code == 200 and replica.url == url:  # else its process has ended, and has been counted
+                replica.metrics = parsed(answer.text)
+
+    def _forget(self, replica: Replica) -> None:
+        """Abort the open requests of a replica's process, and keep only its counters."""
+        replica.lose()
+        self._totals.end(replica.metrics)
+        replica.url, replica.metrics = "", []
 
     async def _keep(self, replica: Replica) -> None:
         """Run one replica's cycle until the task is cancelled or the server stops.
 
-        If the first start fails, raise its error.
+        If the first start fails or the launcher has ended, raise that error.
         """
         pause = PAUSES_S[0]
         while True:
-            replica.retire.clear()
+            replica.retiring.clear()
+            replica.rolls = self.rolls
             try:
                 replica.url = await self.launcher.start(replica.index)
                 await self._warmed(replica)
@@ -216,8 +274,9 @@ class Replicas:
                     raise
                 self.lost, retired = self.lost + 1, False
                 logger.warning("replica %d is lost (%s): starting another", replica.index, error)
-            replica.lose()
-            await self.launcher.stop(replica.index)
+            replica.retired += retired
+            self._forget(replica)
+            await self.launcher.stop(replica.index, lost=not retired)
             if not retired:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSES_S[1])
@@ -235,25 +294,40 @@ class Replicas:
             Lost: the replica ended or stopped answering before it was asked to retire.
         """
         misses = 0
-        while not replica.retire.is_set():
+        while not replica.retiring.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(replica.retire.wait(), HEALTH_S)
+                await asyncio.wait_for(replica.retiring.wait(), HEALTH_S)
             status = await self._status(replica, "/health")
             misses = 0 if status == 200 else misses + 1
             if misses == MISSES or status == 500:
                 raise Lost(
                     f"no answer to {MISSES} health checks" if status is None else f"its /health answers {status}"
                 )
-        replica.ready = False
         deadline = time.monotonic() + DRAIN_S
         while replica.open and time.monotonic() < deadline:
             await asyncio.sleep(HEALTH_S / 20)
+        await self._measure(replica)
 
     async def _status(self, replica: Replica, path: str) -> int | None:
-        """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails."""
-        try:
-            return (await self.client.get(replica.url + path, timeout=ANSWER_S)).status_code
-        except httpx2.TimeoutException:
-            return None
-        except httpx2.TransportError as error:
-            raise Lost(str(error) or type(error).__name__) from error
+        """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails.
+
+        While this machine cannot open a connection, try again.
+        """
+        while True:
+            try:
+                return (await self.client.get(replica.url + path, timeout=ANSWER_S)).status_code
+            except httpx2.TimeoutException:
+                return None
+            except httpx2.TransportError as error:
+                if not full(error):
+                    raise Lost(str(error) or type(error).__name__) from error
+            await asyncio.sleep(HEALTH_S)
+
+
+def full(error: BaseException | None) -> bool:
+    """Return whether this machine could not open a connection (`FULL`), whatever the replica's health."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
