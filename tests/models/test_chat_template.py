@@ -5,6 +5,7 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from test_gguf import small_file
 
 from tessera.cli.main import main
+from tessera.core.child import Worker
 from tessera.models import chat_template
 from tessera.models.chat_template import Renderer
 from tessera.models.tokenizer import Tokenizer, byte_tokenizer
@@ -64,7 +66,7 @@ def test_a_template_that_fails_is_refused(source, named):
 def test_a_template_that_never_ends_is_ended(monkeypatch, source):
     monkeypatch.setattr(chat_template, "LIMIT_S", 1.0)
     tokenizer = with_template(source)
-    assert "longer than 1 s" in refusal(tokenizer)
+    assert "over 1 s of processor time" in refusal(tokenizer)
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert tokenizer.render_chat(USER) == "Hi"
 
@@ -102,6 +104,34 @@ def test_an_interrupted_rendering_leaves_no_answer_behind():
     assert renderer.render("{{ x }}", {"x": 2}) == "2"
 
 
+def test_a_conversation_whose_worker_is_killed_is_rendered_by_another():
+    renderer = Renderer()
+    assert renderer.render("{{ x }}", {"x": 1}) == "1"
+    worker = renderer._worker._process
+    worker.send_signal(signal.SIGSTOP)  # so that it is killed with the request
+    threading.Timer(0.5, worker.kill).start()
+    assert renderer.render("{{ x }}", {"x": 2}) == "2"
+
+
+def test_a_worker_that_gets_no_processor_time_is_not_the_templates_fault(monkeypatch):
+    monkeypatch.setattr(chat_template, "WAIT_S", 1.0)
+    renderer = Renderer()
+    assert renderer.render("{{ x }}", {"x": 1}) == "1"
+    renderer._worker._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(chat_template.Unavailable, match="try again"):
+        renderer.render("{{ x }}", {"x": 2})
+    monkeypatch.undo()
+    assert renderer.render("{{ x }}", {"x": 3}) == "3"
+
+
+@pytest.mark.parametrize("command", ["false", "no such program"])
+def test_a_worker_that_does_not_start_is_not_the_templates_fault(command):
+    renderer = Renderer()
+    renderer._worker = Worker([command], ready_s=5)
+    with pytest.raises(chat_template.Unavailable, match="try again"):
+        renderer.render("{{ x }}", {"x": 1})
+
+
 PARENT = f"""
 import sys, time
 from tessera.models import chat_template
@@ -117,7 +147,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_the_process_ends_after_its_parent_was_killed(state):
-    """An idle worker sees its input end; a busy worker, which reads nothing, is ended by an alarm."""
+    """An idle worker sees its input end; a busy worker, which reads nothing, is ended by a timer."""
     with subprocess.Popen([sys.executable, "-c", PARENT, state], stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
         time.sleep(0.3)  # until the worker is busy

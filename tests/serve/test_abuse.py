@@ -159,6 +159,12 @@ def tool(description):
         (COMPLETION, "{" + ", ".join(f'"a{index}" :1' for index in range(50_001)) + "}", 413),
         (COMPLETION, {"prompt": "x", "k" * 1_000_000: 1}, 400),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call('{"a":1}' * 2) | {"id": "x" * 99}]}]}, 400),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [tool("x") | {"function": {"name": "f", "parameters": {"type": "string"}}}]}
+            | {"tool_choice": "required"},
+            400,
+        ),
         ("/health", "{}", 413),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}] * 4}, 400),
         ("/detokenize", {"tokens": [2**31 - 1] * 10}, 400),

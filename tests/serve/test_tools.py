@@ -61,12 +61,18 @@ def names(calls):
             [],
         ),
         (f"<tool_call>{CALL}", "<tool_call>", [("add", {"a": 1, "b": 2})]),
+        (
+            '<tool_call>{"name": "x\\ud83d", "arguments": {"\\ud83d": "é\\udfff\\ud83d\\ude00"}}</tool_call>',
+            "",
+            [("x\\ud83d", {"\ud83d": "é\udfff😀"})],
+        ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "<tool_call>" + "[" * 100_000 + "</tool_call>", []),
     ],
 )
 def test_calls_are_found_and_all_else_stays_text(text, plain, calls):
     found, made = split(text, forced=False)
     assert (found, names(made)) == (plain, calls)
+    json.dumps(made, ensure_ascii=False).encode()  # fails for a lone surrogate
     assert len({call["id"] for call in made}) == len(made)
 
 
@@ -105,9 +111,30 @@ def test_a_model_that_knows_no_tools_is_taught_them():
     assert answer == {"role": "user", "content": "3"}
 
 
+def test_a_model_is_taught_no_tools_if_none_are_offered():
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    found = taught([*messages, {"role": "tool", "content": "1"}], [])
+    assert [message["role"] for message in found] == ["user", "assistant", "user"]
+    assert names(split(found[1]["content"], forced=False)[1]) == [("add", {"a": 1})]
+
+
 def test_the_schema_of_a_call_is_of_the_named_tool():
     assert call_schema([ADD, STOP], "stop")["properties"]["name"] == {"const": "stop"}
     assert len(call_schema([ADD, STOP], None)["anyOf"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["string", ["string", "null"], 5])
+def test_the_parameters_of_a_tool_are_an_object(kind):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": kind}}}
+    with pytest.raises(ValueError, match="tool add"):
+        call_schema([STOP, tool], None)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": ["object", "null"]}, {"anyOf": [{}, {"type": "string"}]}])
+def test_arguments_are_an_object_whatever_the_parameters_say(parameters):
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    assert call_schema([tool], None)["properties"]["arguments"]["type"] == "object"
 
 
 # --- through the server
@@ -151,6 +178,22 @@ def test_a_forced_call_is_made_by_a_random_model(site):
     assert [(call["index"], call["function"]["name"] in ("add", "stop")) for call in calls] == [(0, True)]
     assert events[-1]["finish_reason"] == "tool_calls"
     assert not any(event["delta"].get("content") for event in events)
+
+
+@pytest.mark.parametrize("text", ["<|end|>", "a<|user|>b"])
+def test_an_answer_spells_the_name_of_a_special_token(site, text):
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": text}}}
+    [choice] = post(site, response_format=form).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (json.dumps(text), "stop")
+
+
+def test_a_forced_call_follows_the_definitions_of_its_tool(site):
+    city = {"const": "Oslo"}
+    parameters = {"$defs": {"City": city}, "type": "object", "properties": {"to": {"$ref": "#/$defs/City"}}}
+    parameters |= {"required": ["to"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "book", "parameters": parameters}}
+    [choice] = post(site, tools=[tool], tool_choice="required").json()["choices"]
+    assert names(choice["message"]["tool_calls"]) == [("book", {"to": "Oslo"})]
 
 
 def test_a_free_answer_without_a_call_is_text(site):

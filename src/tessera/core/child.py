@@ -40,6 +40,7 @@ class Worker:
         environment: the process's whole environment; None inherits this process's.
         niceness: added to this process's niceness.
         ready_s: maximum seconds until the worker writes a line to say that it is ready; None if it writes no such line.
+        exit_s: maximum seconds until the worker exits after its input ends; `close` then kills it.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         niceness: int = 0,
         ready_s: float | None = None,
+        exit_s: float = 5.0,
     ):
         self._command = ["nice", "-n", str(niceness), *command] if niceness else [*command]
-        self._environment, self._ready_s = environment, ready_s
+        self._environment, self._ready_s, self._exit_s = environment, ready_s, exit_s
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Mapping[str, Any], limit_s: float | None = None, data: bytes = b"") -> dict[str, Any]:
@@ -65,6 +67,22 @@ class Worker:
         line = self._read(limit_s, json.dumps(request).encode() + b"\n" + data)
         self._answered = True
         return json.loads(line)
+
+    def ask_again(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
+        """Send a request as `ask` does; if a signal ends the worker, send the request once more, to a new worker.
+
+        The signal may have come from outside: when memory runs out, the system kills processes. Only a request that
+        ends two workers is itself the cause. A request that exceeds a time limit is not sent again.
+
+        Raises:
+            Ended: as `ask` does.
+        """
+        try:
+            return self.ask(request, limit_s)
+        except Ended as ended:
+            if ended.late or ended.spent or ended.status >= 0:
+                raise
+        return self.ask(request, limit_s)
 
     def start(self) -> None:
         """Start the worker, unless it is already running, and wait until it is ready.
@@ -120,7 +138,7 @@ class Worker:
     def close(self) -> int | None:
         """Close the worker's input, and return its exit code; None if it is not running.
 
-        A worker that has not exited after 5 seconds is killed.
+        A worker that has not exited after `exit_s` seconds is killed.
         """
         if self._process is None:
             return None
@@ -130,7 +148,7 @@ class Worker:
         except BrokenPipeError:  # the worker died while it was reading a request
             pass
         try:
-            status = process.wait(timeout=5)
+            status = process.wait(timeout=self._exit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse
 from fastapi.responses import JSONResponse as UnicodeResponse
 
 from tessera.generate import Model
+from tessera.models.chat_template import Unavailable
 from tessera.runtime.requests import Event, Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.bodies import Bodies
@@ -223,6 +224,8 @@ def _render(site: Site, body: ChatBody) -> list[int]:
             messages, tools = taught(messages, tools), []
         tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
         check_tokens(tokens, site.model.config, "the conversation")
+    except Unavailable as error:
+        raise Refusal(503, str(error), retry_s=5) from error
     except (ValueError, RecursionError) as error:
         raise Refusal(400, str(error), param="messages") from error
     return tokens

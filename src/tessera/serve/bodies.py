@@ -36,7 +36,7 @@ class Bodies:
         self.context = context
         self._turns = Turns()
         command = [sys.executable, "-P", "-m", "tessera.serve.body_worker"]
-        self._worker = Worker(command, ready_s=READY_S)
+        self._worker = Worker(command, ready_s=READY_S, exit_s=2.0)
         weakref.finalize(self, self._worker.close)
 
     def start(self) -> None:

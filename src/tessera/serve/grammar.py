@@ -7,8 +7,9 @@ import json
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,30 @@ from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
 from tessera.serve.protocol import SCHEMA_CHARACTERS, Refusal
+from tessera.serve.tools import subschemas
 
 COMPACT = {"whitespace_flexible": False}
 """Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
-"""llguidance's default limits: at most about 20 ms per schema and 15 ms per token. They are written out because the
-server relies on them."""
+LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 150_000, "step_max_items": 50_000}
+"""Limits of llguidance on its work for a schema and its first mask, and for each later mask.
+
+The worst patterns found, such as (a{300}){300}, take 130 ms and 25 MB for the first mask, which the engine's thread
+does not compute, and 100 ms for a later mask. Half of these limits would refuse an enum of 10,000 numbers, and
+[\\p{L} ]{0,200} with a vocabulary of 128,000 tokens.
+"""
+ANSWER_S, TOKEN_S = 0.3, 0.01
+"""Seconds of processor time that the grammar of an answer may take on the engine's thread: in a burst, and per token on
+average. All other requests wait for it. Common schemas take 0.3 ms per token, and the slowest harmless one 4 ms."""
+INT64 = 1 << 63
+"""Integers from this number on do not fit in 64 bits."""
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
 COMPILE_S, WAIT_S = 2.0, 6.0
 """Maximum seconds of processor time to compile a schema, which is the schema's fault if they are exceeded, and maximum
 seconds to wait for it, which on a busy machine are not. Most schemas take milliseconds."""
-READY_S = 60.0
-"""Maximum seconds until the worker process is ready. It starts in 0.3 s on an idle machine."""
+READY_S, EXIT_S = 60.0, 2.0
+"""Maximum seconds until the worker process is ready, which takes 0.3 s on an idle machine, and until it exits."""
 
 
 class Grammars:
@@ -50,11 +62,11 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
         folder = tempfile.TemporaryDirectory()
         path, ends = Path(folder.name) / "tokenizer.json", list(eos_ids)
-        path.write_text(tokenizer.backend.to_str(), encoding="utf-8")
+        path.write_text(_literal(tokenizer.backend.to_str()), encoding="utf-8")
         self._tokenizer = llguidance.LLTokenizer(str(path), n_vocab=vocab_size, eos_token=ends)
         self._asked = {"tokenizer": str(path), "vocab_size": vocab_size, "eos_ids": ends}
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)
+        self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S, exit_s=EXIT_S)
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._worker, folder)
 
@@ -65,32 +77,38 @@ class Grammars:
 
         Raises:
             ValueError: the schema is wrong, unsupported or too large, or takes too long to compile.
-            Refusal: the worker process got no processor time to compile it.
+            Refusal: the worker process does not start, or got no processor time to compile it.
         """
         text = json.dumps(schema)
         if len(text) > SCHEMA_CHARACTERS:
             raise ValueError(
                 f"the schema has {len(text):,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
             )
+        check_schema(schema)
         matcher = llguidance.LLMatcher(self._tokenizer, self._tried(text), log_level=0, limits=self._limits)
+        matcher.compute_logit_bias()  # the copies keep this mask: the engine's thread need not compute it
         _check(matcher)
         return lambda: Following(matcher.deep_copy())
 
     def _tried(self, schema: str) -> str:
         """Return the schema's grammar after the worker process has compiled it within the limits."""
         asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "schema": schema, "limit_s": COMPILE_S}
+        lost = Refusal(503, "the server could not compile the schema: send the request again", retry_s=5)
         with self._lock:
             try:
-                reply = self._worker.ask(asked, WAIT_S)
+                self._worker.start()
+            except (Ended, OSError) as error:
+                raise lost from error
+            try:
+                reply = self._worker.ask_again(asked, WAIT_S)
             except Ended as ended:
                 if ended.late:
-                    message = "the server could not compile the schema in time: send the request again"
-                    raise Refusal(503, message, retry_s=5) from ended
+                    raise lost from ended
                 slow = f"it takes over {COMPILE_S:g} s of processor time to compile"
-                reason = slow if ended.spent else "its references are too deep"
+                reason = slow if ended.spent else "it needs too much memory or its references are too deep"
                 raise ValueError(f"the schema is refused, because {reason}: simplify it") from ended
         if "error" in reply:
-            raise ValueError(f"llguidance refuses the schema: {reply['error'][:300]}")
+            raise _refused(reply["error"])
         return reply["grammar"]
 
 
@@ -103,20 +121,83 @@ class Following:
     """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
-        self._matcher = matcher
+        self._matcher, self._left_s = matcher, ANSWER_S
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
         """Return, for each token id, whether the grammar allows the token next."""
-        mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
-        _check(self._matcher)
-        return mask
+        return np.frombuffer(self._timed(self._matcher.compute_logit_bias), np.uint8) > 0
 
     def push(self, token: int) -> None:
         """Advance the grammar by one generated token."""
-        self._matcher.consume_token(token)
+        self._left_s = min(self._left_s + TOKEN_S, ANSWER_S)
+        self._timed(self._matcher.consume_token, token)
+
+    def _timed[Result](self, work: Callable[..., Result], *args: int) -> Result:
+        began_s = time.thread_time()
+        result = work(*args)
+        self._left_s -= time.thread_time() - began_s
         _check(self._matcher)
+        if self._left_s < 0:
+            raise ValueError("the schema is refused, because it takes too much processor time per token: simplify it")
+        return result
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError if llguidance would not follow the schema to the letter, but would not refuse it either."""
+    for part in subschemas(schema):
+        if "x-guidance" in part:  # options of llguidance, which would replace the server's own
+            raise ValueError("x-guidance in a schema is not supported: leave it out")
+        for name in BOUNDS:
+            # the largest integer of 64 bits is rounded up, and then down again
+            if not _kept(part.get(name)) and (name, part[name]) != ("maximum", INT64 - 1):
+                raise ValueError(f"{name}={part[name]!r:.80} is not kept exactly: use a bound within 2^53 of 0")
+        for value in _values([part.get("const"), part.get("enum")]):
+            if isinstance(value, int) and not _kept(value):
+                raise ValueError(f"the constant {value!r:.80} is not kept exactly: use a string, or at most 2^53")
+
+
+def _kept(number: Any) -> bool:
+    """Return whether llguidance keeps a number: it converts numbers to floats, and bounds of integers to 64 bits."""
+    return not isinstance(number, int | float) or (abs(number) < INT64 and float(number) == number)
+
+
+def _values(data: Any) -> Iterator[Any]:
+    """Yield all values of JSON data that are neither arrays nor objects."""
+    if isinstance(data, list | dict):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from _values(part)
+    else:
+        yield data
+
+
+def _literal(tokenizer: str) -> str:
+    """Return a tokenizer.json in which no text spells a special token; all ids stay.
+
+    llguidance tokenises the text that a grammar prescribes, and would turn the name of a special token in it into the
+    token. It takes the added tokens here for special. Their new names contain a control character, which JSON escapes.
+    """
+    raw = json.loads(tokenizer)
+    model, names = raw["model"], {}
+    for token in raw["added_tokens"]:
+        if token["special"] or (token["content"].startswith("<") and token["content"].endswith(">")):
+            names[token["content"]] = token["content"] = f"\0{token['id']}"
+            token.update(special=True, normalized=False)
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): id for piece, id in model["vocab"].items()}
+    else:  # Unigram
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
+    return json.dumps(raw)
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise ValueError(f"llguidance refuses the schema: {matcher.get_error()[:300]}")
+        raise _refused(matcher.get_error())
+
+
+def _refused(error: str) -> ValueError:
+    reason, _, _ = error.partition("\n<state>")  # the parser's state, and the whole grammar
+    return ValueError(f"llguidance refuses the schema: {reason[:300]}")

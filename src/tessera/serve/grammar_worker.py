@@ -59,10 +59,14 @@ def tokenizer_of(path: str, vocab_size: int, eos_ids: tuple[int, ...]) -> llguid
 def compiled(
     tokenizer: str, vocab_size: int, eos_ids: list[int], limits: dict[str, int], overrides: dict[str, bool], schema: str
 ) -> dict[str, str]:
-    """Compile a schema; return {"grammar": the grammar}, or {"error": what is wrong} if llguidance refuses it."""
+    """Compile a schema and compute the mask of the first token, which for some patterns is most of the work.
+
+    Return {"grammar": the grammar}, or {"error": what is wrong} if llguidance refuses it.
+    """
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
     reader = tokenizer_of(tokenizer, vocab_size, tuple(eos_ids))
     matcher = llguidance.LLMatcher(reader, grammar, log_level=0, limits=llguidance.LLParserLimits(**limits))
+    matcher.consume_token(matcher.compute_logit_bias().find(200))  # an error in the mask shows only at a token
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 

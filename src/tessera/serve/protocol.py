@@ -346,7 +346,10 @@ class ChatBody(SamplingFields):
             raise Refusal(
                 400, f"tool_choice={name or 'required':.80} needs a matching tool: add it to tools", param="tool_choice"
             )
-        return call_schema(self.offered, name)
+        try:
+            return call_schema(self.offered, name)
+        except ValueError as error:
+            raise Refusal(400, str(error), param="tools") from error
 
     @property
     def limit(self) -> int | None:

@@ -9,7 +9,8 @@ or a function), a grammar makes the whole answer one call, without the marks.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,11 @@ TEACH = """You may call these functions:
 {tools}
 To call one, answer with {open}{{"name": NAME, "arguments": ARGUMENTS}}{close} and nothing else."""
 
+DATA = {"const", "enum", "default", "examples"}
+"""Keywords of JSON Schema whose values are data, not schemas."""
+NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+"""Keywords of JSON Schema whose values are objects with a schema for each name."""
+
 
 def takes_tools(template: str | None) -> bool:
     """Return whether a chat template mentions the variable `tools`."""
@@ -25,9 +31,10 @@ def takes_tools(template: str | None) -> bool:
 
 
 def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with calls and results as plain text, and with the tools described in the system message."""
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
+    """Return the messages with calls and results as plain text, and with the tools described in the system message.
+
+    Without tools, which a conversation may offer no longer after some calls, no system message is added.
+    """
     found = []
     for message in messages:
         text = message["content"] or ""
@@ -35,6 +42,10 @@ def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
             text += OPEN + json.dumps(call["function"], ensure_ascii=False) + CLOSE
         role = "user" if message["role"] == "tool" else message["role"]
         found.append({"role": role, "content": text})
+    if not tools:
+        return found
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
     if found[0]["role"] == "system":
         found[0]["content"] += "\n\n" + system
         return found
@@ -42,21 +53,51 @@ def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of the tools, or of the tool `name`."""
-    kinds = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-        if name in (None, tool["function"]["name"])
-    ]
-    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    """Return the JSON schema of a call of one of the tools, or of the tool `name`.
+
+    Raises:
+        ValueError: the parameters of a tool are not an object.
+    """
+    wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if len(wanted) == 1:
+        return _call_of(wanted[0], "#")
+    return {"anyOf": [_call_of(function, f"#/anyOf/{index}") for index, function in enumerate(wanted)]}
+
+
+def _call_of(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the JSON schema of a call of one function; `place` is the reference to this schema in the whole schema."""
+    parameters = deepcopy(function.get("parameters") or {})
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(
+            f"the parameters of the tool {function['name']} have the type {kind!r:.80}, but must be an object"
+        )
+    parameters["type"] = "object"
+    base = str(parameters.pop("$id", "")).removesuffix("#")  # with an id, "#" would still mean the parameters
+    for schema in subschemas(parameters):
+        reference = str(schema.get("$ref", "")).removeprefix(base)
+        if reference == "#" or reference.startswith("#/"):
+            schema["$ref"] = f"{place}/properties/arguments{reference[1:]}"
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a JSON schema and all schemas inside it."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from subschemas(part)
+    elif isinstance(schema, dict):
+        yield schema
+        for keyword, value in schema.items():
+            if keyword in NAMED and isinstance(value, dict):
+                yield from subschemas(list(value.values()))
+            elif keyword not in DATA:
+                yield from subschemas(value)
 
 
 class Speech:
@@ -142,5 +183,10 @@ def _call(text: str) -> dict[str, Any] | None:
     arguments = found.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    function = {"name": found["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": _utf8(found["name"]), "arguments": _utf8(json.dumps(arguments, ensure_ascii=False))}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _utf8(text: str) -> str:
+    """Return the text with its lone surrogates, which have no UTF-8 bytes, as JSON's escapes, such as \\ud83d."""
+    return text.encode(errors="backslashreplace").decode()
