@@ -24,7 +24,6 @@ from typing import Any
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve import server
 from tessera.serve.app import Site, create
-from tessera.serve.front import Front
 from tessera.serve.relay import Relay
 from tessera.serve.replicas import Ended, Lost, Replicas
 
@@ -80,11 +79,7 @@ class Actor:
         site = build(keys)
         self._service = site.service
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
-        bound.listen()  # from now on connections wait; a refused one would count as a lost replica
-        app = create(site)
-        configured = server.configured(app)
-        configured.app = Front(app, keys, own)
-        running = server.Server(configured, site.service)
+        running = server.Server(server.configured(create(site), keys, own), site.service)
         threading.Thread(target=running.run, kwargs={"sockets": [bound]}, name="http", daemon=True).start()
         return server.address(bound)
 

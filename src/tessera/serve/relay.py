@@ -148,7 +148,7 @@ class Relay:
                     begun = True
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except (httpx2.TransportError, TimeoutError) as error:
-            if full(error):
+            if full(error) and not begun:
                 raise Refusal(503, "the server has too many connections: try again", retry_s=5) from error
             if not begun:
                 raise Lost(str(error) or type(error).__name__) from error

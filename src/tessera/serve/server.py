@@ -309,10 +309,10 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = ()) -> uvicorn.Config:
-    """Return uvicorn's configuration; `keys` are the accepted API keys. Without keys, requests need no key."""
+def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = (), own: str = "") -> uvicorn.Config:
+    """Return uvicorn's configuration; `keys` and `own` are the accepted API keys (see `Front`)."""
     return uvicorn.Config(
-        Front(app, keys),
+        Front(app, keys, own),
         http=Deadlines,
         ws="none",
         lifespan="off",
