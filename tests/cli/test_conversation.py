@@ -115,15 +115,23 @@ def test_a_closed_output_ends_the_chat():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_gets_no_control_characters_of_an_answer(monkeypatch, capsys, terminal):
     def ask(text, stream, progress):
-        for piece in ("\x1b]0;title\x07", "\x1b[2J", "\r\b\u202e", "\tone\ntwo\u2028\u00a0\u200d", "\x9b31m"):
+        for piece in (
+            "\x1b]0;title\x07",
+            "\x1b[2J",
+            "\r\b\u202e",
+            "\tone\ntwo\u2028\u00a0\u200d",
+            "\x9b31m",
+            "a\r\nb\r",
+            "\nc",
+        ):
             stream(piece)
         raise ValueError("no more")
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert not converse(SimpleNamespace(ask=ask), reader("hello"), interactive=False)
     shown = capsys.readouterr()
-    said = "\x1b]0;title\x07\x1b[2J\r\b\u202e\tone\ntwo\u2028\u00a0\u200d\x9b31m\n"
-    escaped = "\\x1b]0;title\\x07\\x1b[2J\\r\\x08\\u202e\tone\ntwo\u2028\u00a0\u200d\\x9b31m\n"
+    said = "\x1b]0;title\x07\x1b[2J\r\b\u202e\tone\ntwo\u2028\u00a0\u200d\x9b31ma\r\nb\r\nc\n"
+    escaped = "\\x1b]0;title\\x07\\x1b[2J\\r\\x08\\u202e\tone\ntwo\u2028\u00a0\u200d\\x9b31ma\nb\nc\n"
     assert shown.out == (escaped if terminal else said)
     assert shown.err == "error: no more\n"
 

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -63,6 +64,7 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
         (f"GET /v1/models HTTP/1.1\r\n{HEAD}Authorization: Bearer x\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\nx", 413),
         (f"\r\n\nGET /health HTTP/1.1\r\n{HEAD}\r\n", 200),
+        (f"HEAD /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\nZZZ\r\n", 400),
         ("GET /nothing HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health/ HTTP/1.1\r\nHost: [\r\nAuthorization: Bearer " + KEY + "\r\n\r\n", 404),
         ("GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + "a" * 63 + " b\r\n\r\n", 200),
@@ -185,16 +187,32 @@ def test_a_client_that_does_not_read_is_cut(running, monkeypatch):
             client.sendall(asked)
 
 
-@pytest.mark.parametrize("ahead", ["\r\n", "GET /hea", f"GET /health HTTP/1.1\r\n{HEAD}\r\n" * 100])
-def test_a_client_that_has_begun_another_request_may_leave(running, ahead):
+def test_an_empty_line_alone_waits_for_a_request(running):
+    for lines in (b"\r\n", b"\n\n", b"\r"):
+        with connect(running) as client:
+            client.sendall(lines)
+            assert httpx.get(running.url + "/health").status_code == 200
+            client.sendall(f"\r\nGET /health HTTP/1.1\r\n{HEAD}\r\n".encode())
+            assert client.recv(12) == b"HTTP/1.1 200"
+            client.sendall(lines)
+            assert httpx.get(running.url + "/health").status_code == 200
+
+
+NEXT = f"GET /health HTTP/1.1\r\n{HEAD}\r\n"
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.3])
+@pytest.mark.parametrize("ahead", ["\r\n", "GET /hea", NEXT * 100, NEXT[:-2] + "X: " + "x" * 9000 + "\r\n\r\n"])
+def test_a_client_that_has_begun_another_request_may_leave(running, ahead, pause_s):
     before = running.metric("tessera:requests_cancelled_total")
     body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 8, "logit_bias": {"257": -100}})
     with connect(running) as client:
         head = f"POST {COMPLETION} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n"
-        client.sendall((head + body).encode())
+        client.sendall((head + body + (ahead if not pause_s else "")).encode())
         running.until(lambda: running.service.open)
-        client.sendall(ahead.encode())
-    running.until(lambda: running.metric("tessera:requests_cancelled_total") == before + 8)
+        time.sleep(pause_s)
+        client.sendall(ahead.encode() if pause_s else b"")
+    running.until(lambda: running.metric("tessera:requests_cancelled_total") > before)
 
 
 @pytest.mark.parametrize("stream", [False, True])

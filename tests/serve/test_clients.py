@@ -3,8 +3,10 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -280,6 +282,32 @@ def test_a_remote_chat_keeps_its_system_message_when_it_forgets(other):
     assert dropped == [0, 0, 2]
     sent = ["".join(message["content"] for message in body["messages"]) for _, body in other.asked]
     assert sent == ["be brief" + text for text in ("a", "aAb", "aAbBc", "bBc", "c", "d")]
+
+
+def test_ctrl_c_loses_no_turn_that_was_to_be_forgotten(other):
+    other.streams = [said("A") + DONE, said("B") + DONE, 400, HANGS]
+    with closing(RemoteChat(other.url)) as chat:
+        chat.connect(print)
+        chat.ask("a")
+        chat.ask("b")
+        interrupting = threading.Thread(target=lambda: (other.hangs.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+        interrupting.start()
+        with pytest.raises(Interrupted):
+            chat.ask("c")
+        interrupting.join()
+    assert [message["content"] for message in chat.messages][:5] == ["a", "A", "b", "B", "c"]
+
+
+def test_a_remote_chat_says_that_a_server_does_not_answer_yet(monkeypatch):
+    monkeypatch.setattr("tessera.chat.remote.READ_S", 0.05)
+
+    def say(text):
+        raise LookupError(text)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as a server that is loading its model
+        with closing(RemoteChat(f"http://127.0.0.1:{silent.getsockname()[1]}")) as chat:
+            with pytest.raises(LookupError, match="is not ready"):
+                chat.connect(say)
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,19 @@ def test_a_nested_repetition_that_comes_late_ends_its_answer(grammars):
 
 
 def test_an_answer_whose_masks_take_long_is_ended(grammars, monkeypatch):
-    make = grammars.json({"type": "string", "pattern": "^(a{100}){100}$"})
-    monkeypatch.setattr(grammar, "ANSWER_S", 0.0)
-    guide = make()
+    monkeypatch.setattr(grammar, "REQUEST_S", 0.0)
+    guide = grammars.json({"type": "string", "pattern": "^(a{100}){100}$"})()
+    assert guide.allowed()[ord('"')]
     with pytest.raises(ValueError, match="too much processor time per token"):
-        guide.allowed()
+        guide.push(ord('"'))
+
+
+def test_the_answers_of_a_request_share_its_processor_time(grammars):
+    make = grammars.json({"type": "string"})
+    first, second = make(), make()
+    first._allowance.left_s = -1.0
+    with pytest.raises(ValueError, match="too much processor time per token"):
+        second.push(ord('"'))
 
 
 @pytest.mark.parametrize(

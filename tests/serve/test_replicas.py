@@ -332,6 +332,9 @@ def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder, tmp
                 for child in children:
                     child.send_signal(signal.SIGHUP)  # as a terminal does that closes
                 actors = [child for child in children if "ray::Actor" in child.cmdline()]
+                commands = " ".join(" ".join(child.cmdline()) for child in children)
+                [store] = {Path(found) for found in re.findall(r"/tmp/tessera-[^/ ]+", commands)}
+                assert store.stat().st_mode & 0o077 == 0  # all users may write to Ray's own
                 lasting = [actors[1], *(child for child in children if child.name() in ("gcs_server", "raylet"))]
                 actors[0].kill()
                 assert_whole_or_failed([one.result() for one in asked])
@@ -344,6 +347,7 @@ def test_rays_replicas_survive_a_killed_one_and_end_with_exit_code_0(folder, tmp
                 assert [line for line in lines if line][-1] == "data: [DONE]"
             rest = process.stderr.read()
             assert (process.wait(LIMIT_S), "Traceback" in rest) == (0, False), rest
+            assert not store.exists()
             assert [path for path in (tmp_path / "pages").rglob("*") if path.is_file()]  # written at the end
         finally:
             process.kill()

@@ -688,7 +688,8 @@ def test_an_address_of_another_machine_is_named():
         ("long.txt", b"x" * (CONTEXT + 1), "has 258 tokens"),
         ("short.txt", b"x" * 10, "has 11 tokens, but needs at least 64"),
         ("binary.txt", bytes(range(256)), "byte 128 is not UTF-8"),
-        ("list.json", b"[1]", '"messages"'),
+        ("list.json", b"[1]", "not a JSON object"),
+        ("other.json", b'{"messages": [{"role": "user", "content": "x"}], "foo": 1}', "unknown field foo"),
         ("deep.json", b"[" * 100_000, "recursion"),
     ],
 )
@@ -701,5 +702,8 @@ def test_a_pin_that_cannot_be_kept_is_refused_by_name(model, tmp_path, name, con
 
 def test_a_pin_has_the_tokens_that_a_request_with_its_text_has(model, tmp_path):
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + b"one\r\n" * 20)
-    [tokens] = warm.pinned(model, [tmp_path / "marked.txt"], CONTEXT, 64)
-    assert tokens == model.tokenizer.encode("one\r\n" * 20)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two " * 20}]
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    text, chat = warm.pinned(model, [tmp_path / "marked.txt", tmp_path / "chat.json"], CONTEXT, 64)
+    assert text == model.tokenizer.encode("one\r\n" * 20)
+    assert chat == model.tokenizer.encode_chat([{"role": "user", "content": "one " + "two " * 20}])

@@ -15,8 +15,8 @@ from tessera.core import interrupt
 from tessera.core.escapes import escaped, quoted
 from tessera.generate import Interrupted
 
-WAIT_S = 1.0
-"""Seconds between two requests that ask whether the server is ready."""
+WAIT_S, READ_S = 1.0, 5.0
+"""Seconds between two requests that ask whether the server is ready, and maximum seconds for an answer to them."""
 CONNECT_S, SILENT_S = 10.0, 600.0
 """Maximum seconds to connect, and to wait for the next byte: a server sends nothing while it reads a long prompt."""
 FULL = re.compile("context|shorten")
@@ -93,8 +93,10 @@ class RemoteChat(Turns):
         """
         with self._errors():
             waited = False
-            while (models := self._client.get("/v1/models")).status_code != 401:
-                if self._client.get("/ready").status_code != 503:  # a server without this route answers 404
+            while True:
+                models = self._get("/v1/models")
+                ready = models if models is None or models.status_code == 401 else self._get("/ready")
+                if ready is not None and ready.status_code != 503:  # a server without this route answers 404
                     break
                 if not waited:
                     say(
@@ -112,6 +114,14 @@ class RemoteChat(Turns):
             raise ValueError(f"{self.url}/v1/models names no model: correct --url") from error
         say(f"{escaped(self.source)} at {self.url}")
 
+    def _get(self, path: str) -> httpx2.Response | None:
+        """Return the answer to a GET; None if it does not come soon, because the server is still loading its model."""
+        try:
+            with interrupt.at_once():
+                return self._client.get(path, timeout=httpx2.Timeout(READ_S, connect=CONNECT_S))
+        except httpx2.ReadTimeout:
+            return None
+
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
@@ -125,17 +135,24 @@ class RemoteChat(Turns):
     ) -> RemoteReply:
         """Answer the question that ends `messages`; drop the oldest turns that the server's context has no room for."""
         messages, first, dropped = self._checked(messages), len(opening(self.system)), 0
+        whole = messages
         while True:
             try:
-                return self._asked(messages, attempts, stream, dropped)
+                return self._asked(messages, attempts, stream, whole, dropped)
             except ContextFull:
                 if len(messages) <= first + 1:
                     raise
                 messages, dropped = messages[:first] + messages[first + 2 :], dropped + 1
 
     def _asked(
-        self, messages: list[dict[str, str]], attempts: int, stream: Callable[[str], Any] | None, dropped: int
+        self,
+        messages: list[dict[str, str]],
+        attempts: int,
+        stream: Callable[[str], Any] | None,
+        whole: list[dict[str, str]],
+        dropped: int,
     ) -> RemoteReply:
+        """Send `messages`, which are `whole` without its `dropped` oldest turns, and keep the answer."""
         text, counts = "", {}
         body = {"model": self.source, "messages": messages, "seed": (self.seed + attempts) % 2**32, "stream": True}
         body |= self.options | {"stream_options": {"include_usage": True}}
@@ -149,7 +166,7 @@ class RemoteChat(Turns):
                         if stream is not None:
                             stream(piece)
         except KeyboardInterrupt:
-            self._keep(messages, text, attempts)
+            self._keep(whole, text, attempts)  # with what was dropped, of which the user was not told
             raise Interrupted([]) from None
         self._keep(messages, text, attempts)
         return RemoteReply(counts=counts, dropped_turns=dropped)

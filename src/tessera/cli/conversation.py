@@ -150,12 +150,16 @@ class _Terminal:
 
     def turn(self, ask: Callable[..., Reply]) -> None:
         """Call `ask` and print the answer while it is generated."""
-        begun, terminal = False, sys.stdout.isatty()
+        begun, terminal, held = False, sys.stdout.isatty(), ""
 
         def show(piece: str) -> None:
-            nonlocal begun
+            nonlocal begun, held
             begun = True
-            print(harmless(piece) if terminal else piece, end="", flush=True)
+            if terminal:
+                piece = held + piece
+                held = "\r" if piece.endswith("\r") else ""  # perhaps the first half of an end of line
+                piece = harmless(piece.removesuffix("\r"))
+            print(piece, end="", flush=True)
 
         try:
             with PromptBar() as bar:
@@ -180,8 +184,8 @@ class _Terminal:
 
 
 def harmless(text: str) -> str:
-    r"""Return the text with the characters in UNSAFE escaped, such as \x1b."""
-    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+    r"""Return the text with the characters in UNSAFE escaped, such as \x1b. Each \r\n becomes \n."""
+    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def entries(read_line: ReadLine, interactive: bool = False) -> Iterator[Entry]:

@@ -38,7 +38,7 @@ from tessera.serve.reference import page as reference
 from tessera.serve.replies import Reply, echoed
 from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
 from tessera.serve.service import Service
-from tessera.serve.tools import Speech, takes_tools, taught
+from tessera.serve.tools import Speech, encode
 from tessera.serve.turns import Turns, in_turn, unless_gone
 
 
@@ -178,13 +178,13 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
     @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if service.alive else 500)
 
-    @app.get("/ready")
     @app.head("/ready", include_in_schema=False)
+    @app.get("/ready")
     async def ready() -> Response:
         return Response(status_code=200 if service.ready and not service.draining else 503)
 
@@ -216,13 +216,8 @@ def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
 
 
 def _render(site: Site, body: ChatBody) -> list[int]:
-    messages, tools = [message.plain() for message in body.messages], body.offered
-    tokenizer = _tokenizer(site)
-    used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     try:
-        if used and not takes_tools(tokenizer.chat_template):
-            messages, tools = taught(messages, tools), []
-        tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
+        tokens = encode(_tokenizer(site), [message.plain() for message in body.messages], body.offered)
         check_tokens(tokens, site.model.config, "the conversation")
     except Unavailable as error:
         raise Refusal(503, str(error), retry_s=5) from error

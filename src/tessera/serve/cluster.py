@@ -11,12 +11,15 @@ environment, and the model at the same path.
 """
 
 import asyncio
+import atexit
 import logging
 import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -205,23 +208,30 @@ def join() -> str:
         the address on which replicas listen; "" if each listens on the address of the machine that runs it.
 
     Raises:
+        ValueError: RAY_AUTH_MODE is neither "token" nor "disabled".
         OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
     # A terminal that closes sends SIGHUP to Ray's processes too. They inherit this; the front sets its handler later.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Without this, `ray start` makes a cluster that runs code for everyone who can reach it, if it finds no token.
-    os.environ.setdefault(TOKEN_MODE, "token")
+    # Without "token", Ray runs code for everyone who can reach it. It takes every word that it does not know for no.
+    os.environ[TOKEN_MODE] = mode = (os.environ.get(TOKEN_MODE) or "token").lower()
+    if mode not in ("token", "disabled"):
+        raise ValueError(f"{TOKEN_MODE}={mode} must be token or disabled: {GIVE_TOKEN}")
     import ray
     from ray.exceptions import AuthenticationError
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its makers
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     if os.environ.get(ADDRESS) in (None, "", "local"):
-        os.environ.setdefault(TOKEN, secrets.token_hex(32))  # Ray would write one to a file that all users may read
+        # Ray would write a token to a file that all users may read, and its own folder is one that all may write.
+        os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
+        folder = tempfile.mkdtemp(prefix="tessera-", dir="/tmp")  # a longer path would be too long for its sockets
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         # Ray's default ends a replica because other programs fill the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         os.environ["RAY_worker_niceness"] = "0"  # Ray's default, 15, starves replicas when other programs are busy
-        ray.init(address="local", num_cpus=0, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
+        quiet |= {"include_dashboard": False, "_temp_dir": f"{folder}/ray"}  # it lets all write
+        ray.init(address="local", num_cpus=0, object_store_memory=STORE_BYTES, **quiet)
         return LOOPBACK
     try:
         ray.init(address="auto", **quiet)

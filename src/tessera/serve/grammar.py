@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ The worst patterns found, such as (a{300}){300}, take 130 ms and 25 MB for the f
 does not compute, and 100 ms for a later mask. Half of these limits would refuse an enum of 10,000 numbers, and
 [\\p{L} ]{0,200} with a vocabulary of 128,000 tokens.
 """
-ANSWER_S, TOKEN_S = 0.3, 0.01
-"""Seconds of processor time that the grammar of an answer may take on the engine's thread: in a burst, and per token on
-average. All other requests wait for it. Common schemas take 0.3 ms per token, and the slowest harmless one 4 ms."""
+REQUEST_S, TOKEN_S = 0.3, 0.01
+"""Seconds of processor time that the grammars of a request's answers together may take on the engine's thread: in a
+burst, and per token on average. All other requests wait for it. Common schemas take 0.3 ms per token, and the slowest
+harmless one 4 ms."""
 INT64 = 1 << 63
 """Integers from this number on do not fit in 64 bits."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -86,9 +88,10 @@ class Grammars:
             )
         check_schema(schema)
         matcher = llguidance.LLMatcher(self._tokenizer, self._tried(text), log_level=0, limits=self._limits)
-        matcher.compute_logit_bias()  # the copies keep this mask: the engine's thread need not compute it
+        first = _mask(matcher)  # so that the engine's thread need not compute it for each answer
         _check(matcher)
-        return lambda: Following(matcher.deep_copy())
+        allowance = Allowance(REQUEST_S)
+        return lambda: Following(matcher.deep_copy(), first, allowance)
 
     def _tried(self, schema: str) -> str:
         """Return the schema's grammar after the worker process has compiled it within the limits."""
@@ -117,27 +120,41 @@ def _close(worker: Worker, folder: tempfile.TemporaryDirectory) -> None:
     folder.cleanup()
 
 
-class Following:
-    """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar."""
+@dataclass
+class Allowance:
+    """Seconds of processor time that the answers of one request may still take on the engine's thread."""
 
-    def __init__(self, matcher: llguidance.LLMatcher):
-        self._matcher, self._left_s = matcher, ANSWER_S
+    left_s: float
+
+
+class Following:
+    """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar.
+
+    Args:
+        matcher: state of the grammar before the answer; this object's own.
+        first: for each token id, whether the answer may begin with it.
+        allowance: of the request, whose answers share it.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, first: Bool[np.ndarray, "V"], allowance: Allowance):
+        self._matcher, self._first, self._allowance = matcher, first, allowance
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
         """Return, for each token id, whether the grammar allows the token next."""
-        return np.frombuffer(self._timed(self._matcher.compute_logit_bias), np.uint8) > 0
+        return self._timed(_mask, self._matcher) if self._first is None else self._first
 
     def push(self, token: int) -> None:
         """Advance the grammar by one generated token."""
-        self._left_s = min(self._left_s + TOKEN_S, ANSWER_S)
+        self._first = None
+        self._allowance.left_s = min(self._allowance.left_s + TOKEN_S, REQUEST_S)
         self._timed(self._matcher.consume_token, token)
 
-    def _timed[Result](self, work: Callable[..., Result], *args: int) -> Result:
+    def _timed[Result](self, work: Callable[..., Result], *args: Any) -> Result:
         began_s = time.thread_time()
         result = work(*args)
-        self._left_s -= time.thread_time() - began_s
+        self._allowance.left_s -= time.thread_time() - began_s
         _check(self._matcher)
-        if self._left_s < 0:
+        if self._allowance.left_s < 0:
             raise ValueError("the schema is refused, because it takes too much processor time per token: simplify it")
         return result
 
@@ -191,6 +208,10 @@ def _literal(tokenizer: str) -> str:
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
     return json.dumps(raw)
+
+
+def _mask(matcher: llguidance.LLMatcher) -> Bool[np.ndarray, "V"]:
+    return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:

@@ -49,7 +49,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = No
     unknown = found["type"] == "extra_forbidden"  # then the location ends with a name that the client chose
     *outer, last = found["loc"] or ("",)
     names = [*(part for part in outer if not _is_type(part)), *([last] if unknown or not _is_type(last) else [])]
-    field = ".".join(f"{name!s:.{NAME}}" for name in names) or None
+    field = ".".join(f"{name!s:.{NAME}}" for name in names) or ("''" if unknown else None)
     said = found["msg"][:1].lower() + found["msg"][1:]
     if unknown:
         raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)

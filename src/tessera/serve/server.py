@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 import h11
@@ -130,10 +131,14 @@ class Deadlines(H11Protocol):
         self._soon = None
         if self.transport.is_closing():
             self._rest.clear()
-        if not self._rest or self.flow.read_paused or self._answering():
-            return
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._rest = self._rest.lstrip(b"\r\n")  # some clients send an empty line after a body
+        if self.flow.read_paused:
+            return
+        if not self._rest or (self._answering() and len(self._rest) <= AHEAD):
+            self.transport.resume_reading()
+        if not self._rest or self._answering():  # h11 would take b"" for the end of the connection
+            return
         size = len(self._rest) if self._in_plain_body() else PIECE
         piece = bytes(self._rest[:size])
         del self._rest[:size]
@@ -172,8 +177,9 @@ class Deadlines(H11Protocol):
         refusal = Refusal(400, "the request is not valid HTTP/1.1, or its headers are larger than 16 KiB")
         body = json.dumps(refusal.body())
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        for event in (h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body.encode())):
-            self.transport.write(self.conn.send(event))
+        with suppress(h11.LocalProtocolError):  # an answer to HEAD has no body
+            for event in (h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body.encode())):
+                self.transport.write(self.conn.send(event))
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -230,6 +236,7 @@ class Server(uvicorn.Server):
         self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task | None = None
+        self._stopping: threading.Thread | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """At the first signal, refuse new requests and finish open ones; at the second, stop at once.
@@ -285,10 +292,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _stop(self) -> threading.Thread:
-        """Stop the service on a thread of its own: it may write pages for long, and a second signal does not wait."""
-        stopping = threading.Thread(target=self.service.stop, daemon=True)
-        stopping.start()
-        return stopping
+        """Stop the service, once, on a thread: it may write pages for long, and a second signal does not wait."""
+        if self._stopping is None:
+            self._stopping = threading.Thread(target=self.service.stop, daemon=True)
+            self._stopping.start()
+        return self._stopping
 
 
 def listen(host: str, port: int) -> socket.socket:

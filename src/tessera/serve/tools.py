@@ -14,6 +14,8 @@ from copy import deepcopy
 from typing import Any
 from uuid import uuid4
 
+from tessera.models.tokenizer import Tokenizer
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TEACH = """You may call these functions:
 {tools}
@@ -28,6 +30,16 @@ NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "defini
 def takes_tools(template: str | None) -> bool:
     """Return whether a chat template mentions the variable `tools`."""
     return template is not None and "tools" in template
+
+
+def encode(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Return the token ids of a conversation that offers tools; raise ValueError as `Tokenizer.encode_chat` does."""
+    used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if used and not takes_tools(tokenizer.chat_template):
+        messages, tools = taught(messages, tools), []
+    return tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
 
 
 def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

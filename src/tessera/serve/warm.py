@@ -1,6 +1,5 @@
 """Start a service: find the context that fits the memory, and compile every program before the first request."""
 
-import json
 import logging
 from collections.abc import Sequence
 from math import lcm
@@ -19,7 +18,10 @@ from tessera.runtime.sampling import Sampling
 from tessera.runtime.step import require_room
 from tessera.serve.grammar import Grammars
 from tessera.serve.metrics import Metrics
+from tessera.serve.parsing import parse
+from tessera.serve.protocol import ChatBody, Refusal
 from tessera.serve.service import Service
+from tessera.serve.tools import encode
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ def grammars_for(model: Model) -> Grammars | None:
 def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list[list[int]]:
     """Read the files of `--pin`, whose keys are to stay in the cache, and return the token ids of each.
 
-    A .json file holds an object with "messages", a conversation. Any other file holds plain text.
+    A .json file holds the body of a chat completion: "messages" and perhaps "tools". Any other file holds plain text.
 
     Args:
         model: the model to serve.
@@ -136,7 +138,7 @@ def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list
     for file in files:
         try:
             tokens = _pinned(model, file)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, Refusal) as error:
             raise ValueError(f"--pin {file}: {error}") from error
         if not unit <= len(tokens) <= context:
             raise ValueError(
@@ -157,10 +159,8 @@ def _pinned(model: Model, file: Path) -> list[int]:
         return model.encode_prompt(text, "the text")
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer, which a conversation needs: leave out --pin")
-    body = json.loads(text)
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise ValueError('the file must hold an object with a list of "messages"')
-    return model.tokenizer.encode_chat(body["messages"])
+    body = parse(ChatBody, text.encode())
+    return encode(model.tokenizer, [message.plain() for message in body.messages], body.offered)
 
 
 def start(
