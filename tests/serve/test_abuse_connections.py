@@ -76,7 +76,9 @@ def test_large_bodies_share_their_memory(running, monkeypatch):
         (f"CONNECT 127.0.0.1:1 HTTP/1.1\r\n{HEAD}\r\n", 404),
         (f"TRACE /v1/models HTTP/1.1\r\n{HEAD}\r\n", 405),
         (f"OPTIONS * HTTP/1.1\r\n{HEAD}\r\n", 404),
-        (f"HEAD /v1/models HTTP/1.1\r\n{HEAD}\r\n", 405),
+        (f"HEAD /v1/models HTTP/1.1\r\n{HEAD}\r\n", 200),
+        (f"HEAD /v1/completions HTTP/1.1\r\n{HEAD}\r\n", 405),
+        ("HEAD / HTTP/1.1\r\nHost: x\r\n\r\n", 200),
     ],
     ids=lambda value: str(value)[:60].encode("unicode_escape").decode(),
 )

@@ -281,7 +281,7 @@ def broken(keys):
     raise ImportError("half an upgrade")
 
 async def run():
-    launcher = Cluster(broken, (), count=1, chips=1)
+    launcher = Cluster(broken, (), count=1, chips=1, end_s=10.0)
     try:
         await launcher.start(0)
     except RuntimeError as error:

@@ -2,11 +2,13 @@
 
 import asyncio
 import resource
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from replicated import CONTEXT, HEADERS, Front, Threads, assert_whole_or_failed, fallen, stops_of, streamed
@@ -184,3 +186,19 @@ def test_no_counter_falls_while_replicas_are_lost_and_restarted(front, monkeypat
     assert [fallen(*pair) for pair in pairwise(seen)] == [{}] * (len(seen) - 1)
     monkeypatch.undo()
     assert front.metric("vllm:request_success_total") == begun + asked  # a retired process reports its last requests
+
+
+def test_a_replica_that_freezes_while_it_warms_up_is_lost(monkeypatch):
+    monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
+
+    async def warm(url):
+        found = replicas.Replicas(SimpleNamespace(key="x"), 1)
+        found.all[0].url = url
+        try:
+            await found._warmed(found.all[0])
+        finally:
+            await found.client.aclose()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(replicas.Lost, match="no answer to 3 health checks"):
+            asyncio.run(warm(f"http://127.0.0.1:{silent.getsockname()[1]}"))

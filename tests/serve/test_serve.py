@@ -205,6 +205,11 @@ def test_tokens_that_are_parts_of_a_character_have_spellings_of_their_own(runnin
     assert (token.token, token.bytes) == ("bytes:\\xf0", [0xF0])
 
 
+def test_offsets_of_an_answer_count_a_prompt_that_ends_inside_a_character(running):
+    said = ask(running, list("aé".encode())[:2], max_tokens=1, echo=True, logprobs=0, logit_bias={"77": 100}).choices[0]
+    assert (said.text, said.logprobs.text_offset) == ("a\ufffdM", [0, 1, 2])
+
+
 def test_offsets_count_the_characters_of_the_text_before_a_token(running):
     forced = {"max_tokens": 3, "logprobs": 0, "logit_bias": {"77": 100}}
     said = ask(running, "héllo", echo=True, **forced).choices[0]

@@ -137,7 +137,8 @@ class Serve:
         full = {name: None if (path := getattr(self, name)) is None else path.absolute() for name in ("plan", "spill")}
         full["pin"] = None if self.pin is None else tuple(path.absolute() for path in self.pin)
         same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
-        launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1])
+        end_s = cluster.END_S if self.spill is None else cluster.WRITE_S
+        launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1], end_s=end_s)
         sizes = {"count": self.replicas, "margin": self.slots}
         cluster.run(launcher, tokenizer, name=self.served_name, context=self.context, bound=bound, **sizes)
         return 0

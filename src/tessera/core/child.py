@@ -68,7 +68,7 @@ class Worker:
         self._answered = True
         return json.loads(line)
 
-    def ask_again(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
+    def ask_again(self, request: Mapping[str, Any], limit_s: float | None = None, data: bytes = b"") -> dict[str, Any]:
         """Send a request as `ask` does; if a signal ends the worker, send the request once more, to a new worker.
 
         The signal may have come from outside: when memory runs out, the system kills processes. Only a request that
@@ -78,11 +78,11 @@ class Worker:
             Ended: as `ask` does.
         """
         try:
-            return self.ask(request, limit_s)
+            return self.ask(request, limit_s, data)
         except Ended as ended:
             if ended.late or ended.spent or ended.status >= 0:
                 raise
-        return self.ask(request, limit_s)
+        return self.ask(request, limit_s, data)
 
     def start(self) -> None:
         """Start the worker, unless it is already running, and wait until it is ready.

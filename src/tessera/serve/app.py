@@ -178,12 +178,10 @@ def _add_tokens(app: FastAPI, site: Site) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if service.alive else 500)
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         return Response(status_code=200 if service.ready and not service.draining else 503)
@@ -363,6 +361,7 @@ def _pieces(site: Site, tokens: Sequence[int], text: str) -> list[str]:
         return [""] * len(tokens)
     decoder = site.model.tokenizer.stream(skip_special=False)
     pieces = [decoder.push(token) for token in tokens]
+    pieces[-1] += decoder.finish()
     added = len("".join(pieces)) - len(text)
     for index, piece in enumerate(pieces):
         pieces[index], added = piece[max(added, 0) :], added - len(piece)

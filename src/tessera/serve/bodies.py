@@ -65,7 +65,7 @@ class Bodies:
     def _check(self, schema: type[Schema], raw: bytes) -> None:
         asked = {"schema": schema.__name__, "size": len(raw), "context": self.context, "limit_s": CHECK_S}
         try:
-            reply = self._worker.ask(asked, WAIT_S, raw)
+            reply = self._worker.ask_again(asked, WAIT_S, raw)
         except (Ended, OSError) as error:
             if isinstance(error, Ended) and error.spent:
                 said = f"the body takes over {CHECK_S:g} s of processor time to check: send a smaller one"

@@ -21,6 +21,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,11 @@ GIVE_TOKEN = (
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""
-END_S = 120.0
-"""Maximum seconds for a replica that is stopped to end its step and write its pages: 8 GB at 80 MB/s, and some more."""
+END_S, WRITE_S = 10.0, 120.0
+"""Maximum seconds for a replica that is stopped to end its step, and to write its pages too: 8 GB at 80 MB/s, and some
+more."""
+LOOK_S = 0.5
+"""Seconds between two looks at whether to go on waiting for replicas that end."""
 NODES_S = 5.0
 """Seconds between two looks at the cluster's machines, while a replica waits for its process."""
 OWN_FILES = 100
@@ -100,18 +104,23 @@ class Cluster:
         keys: API keys of clients; if there are none, requests need no key.
         count: number of replicas.
         chips: number of GPUs or TPU chips per replica; ignored if no machine has any.
+        end_s: maximum seconds for a replica that is stopped to end its step and write its pages.
 
     Raises:
         ValueError: the machines have too few chips.
         OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
 
-    def __init__(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int):
+    def __init__(
+        self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], *, count: int, chips: int, end_s: float
+    ):
         self._host = join()
         import ray  # not at the top: Ray is optional, and its import takes half a second
 
         self.key, self.keys, self._build, self._ray = secrets.token_hex(32), tuple(keys), build, ray
         self._chips = places(ray.nodes(), count, chips)
+        self._end_s, self._lock, self._down = end_s, threading.Lock(), False
+        self._left = threading.Event()  # set once no replica is waited for any more
         self._actors: dict[int, Any] = {}
         self._serving: set[int] = set()  # numbers of the replicas that have started
         self._nodes: dict[int, str | None] = {}
@@ -189,16 +198,26 @@ class Cluster:
     def _end(self, actors: Mapping[int, Any]) -> None:
         asked = [actor.stop.remote() for index, actor in actors.items() if index in self._serving]
         self._serving.difference_update(actors)
-        if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=END_S)
-        for actor in actors.values():
-            self._ray.kill(actor)
+        deadline = time.monotonic() + self._end_s
+        while asked and time.monotonic() < deadline and not self._left.is_set():
+            with self._lock:
+                _, asked = ([], []) if self._down else self._ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)
+        with self._lock:
+            for actor in () if self._down else actors.values():
+                self._ray.kill(actor)
+
+    def leave(self) -> None:
+        """Wait for no replica any more: those that still write pages are ended at once."""
+        self._left.set()
 
     def shut_down(self) -> None:
         """End all processes of replicas at once. Then end Ray if `join` started it, or else leave the cluster."""
+        self.leave()
         self._serving.clear()
         self.close()
-        self._ray.shutdown()
+        with self._lock:  # another thread may still wait for replicas; after this, it must not call Ray
+            self._down = True
+            self._ray.shutdown()
 
 
 def join() -> str:
@@ -217,6 +236,7 @@ def join() -> str:
     os.environ[TOKEN_MODE] = mode = (os.environ.get(TOKEN_MODE) or "token").lower()
     if mode not in ("token", "disabled"):
         raise ValueError(f"{TOKEN_MODE}={mode} must be token or disabled: {GIVE_TOKEN}")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a call after the end joins any cluster that runs here
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -328,6 +348,7 @@ def run(
         try:
             await front.serve([bound])
         finally:
+            launcher.leave()
             await replicas.end()
 
     try:

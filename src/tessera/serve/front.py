@@ -99,7 +99,8 @@ class Front:
             async def replay() -> Message:
                 return given.pop() if given else await receive()
 
-            await self.app(scope, replay, answer)
+            # uvicorn answers HEAD with the headers of a GET, and without its body
+            await self.app(scope | {"method": "GET"} if scope["method"] == "HEAD" else scope, replay, answer)
             failed = False
         except Refusal as refusal:
             self._release(tenant, held)

@@ -73,8 +73,7 @@ class Relay:
 
     async def _respond(self, scope: Message, body: bytes, send: Send) -> None:
         own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(scope["path"])
-        if scope["method"] not in (("GET",) if scope["path"] == "/metrics" else ("GET", "HEAD")):
-            own = None  # a replica refuses it
+        own = own if scope["method"] == "GET" else None  # a replica refuses other methods
         try:
             response = await (self._forward(scope, body, send) if own is None else own())
         except Refusal as refusal:

@@ -282,9 +282,12 @@ class Replicas:
                 pause = min(2 * pause, PAUSES_S[1])
 
     async def _warmed(self, replica: Replica) -> None:
+        misses = 0
         while await self._status(replica, "/ready") != 200:
-            if await self._status(replica, "/health") == 500:
-                raise Lost("its engine has ended")
+            health = await self._status(replica, "/health")
+            misses = misses + 1 if health is None else 0
+            if health == 500 or misses == MISSES:
+                raise Lost(f"no answer to {MISSES} health checks" if health is None else "its engine has ended")
             await asyncio.sleep(HEALTH_S / 5)
 
     async def _retired(self, replica: Replica) -> None:
