@@ -69,10 +69,10 @@ class Worker:
         return json.loads(line)
 
     def ask_again(self, request: Mapping[str, Any], limit_s: float | None = None, data: bytes = b"") -> dict[str, Any]:
-        """Send a request as `ask` does; if a signal ends the worker, send the request once more, to a new worker.
+        """Send a request as `ask` does; if the worker is killed from outside, send it once more, to a new worker.
 
-        The signal may have come from outside: when memory runs out, the system kills processes. Only a request that
-        ends two workers is itself the cause. A request that exceeds a time limit is not sent again.
+        When memory runs out, the system kills processes. Only a request that ends two workers so is itself the cause. A
+        request that crashes the worker, or exceeds a time limit, is not sent again.
 
         Raises:
             Ended: as `ask` does.
@@ -80,7 +80,7 @@ class Worker:
         try:
             return self.ask(request, limit_s, data)
         except Ended as ended:
-            if ended.late or ended.spent or ended.status >= 0:
+            if ended.late or -ended.status not in (signal.SIGKILL, signal.SIGTERM):
                 raise
         return self.ask(request, limit_s, data)
 
