@@ -292,6 +292,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": [1, 10**6]}, 400, "token 1000000"),
         ({"prompt": [1, -1]}, 400, "prompt.1=-1"),
         ({"prompt": "x" * 300}, 400, "301 tokens"),
+        ({"prompt": "x" * 10_000}, 400, "prompt has over 256 tokens"),
         ({"prompt": "x" * 255}, 400, "256 tokens"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' is not served"),
         ("[" * 100_000, 400, "JSON"),

@@ -41,6 +41,10 @@ from tessera.serve.service import Service
 from tessera.serve.tools import Speech, encode
 from tessera.serve.turns import Turns, in_turn, unless_gone
 
+START, SLACK = 8, 64
+"""Characters per token of the context to encode first, of a longer text, and tokens by which that may exceed the
+context."""
+
 
 class JSONResponse(UnicodeResponse):
     """Response of JSON in ASCII: an answer may hold half of a surrogate pair, which has no UTF-8 bytes."""
@@ -206,7 +210,19 @@ def _tokenizer(site: Site):
     return site.model.tokenizer
 
 
+def _check_start(site: Site, text: str, param: str) -> None:
+    """Refuse a long text whose start alone exceeds the context, because encoding all of it could take most of a second.
+
+    At the end of the start, a token may be cut into several; SLACK allows for it.
+    """
+    start = text[: START * site.context]
+    if len(start) < len(text) and len(_tokenizer(site).encode(start, add_special=False)) > site.context + SLACK:
+        raise Refusal(400, f"{param} has over {site.context:,} tokens, but may have no more: shorten it", param=param)
+
+
 def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
+    if isinstance(prompt, str) and site.model.tokenizer is not None:
+        _check_start(site, prompt, "prompt")
     try:
         return site.model.encode_prompt(prompt, name)
     except ValueError as error:
@@ -214,6 +230,7 @@ def _encode(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
 
 
 def _render(site: Site, body: ChatBody) -> list[int]:
+    _check_start(site, "".join(text for message in body.messages for text in message.texts), "messages")
     try:
         tokens = encode(_tokenizer(site), [message.plain() for message in body.messages], body.offered)
         check_tokens(tokens, site.model.config, "the conversation")
