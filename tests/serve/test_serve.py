@@ -658,7 +658,11 @@ def test_a_file_of_keys_may_come_from_any_editor(tmp_path):
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfone\r\n\r\n# team two\r\ntwo\r\none\r\n")
     assert Serve(api_key_file=file).keys() == ("one", "two")
-    for wrong, said in (("one".encode("utf-16"), "UTF-8"), (b" \n", "no key"), ("k\u00e9y".encode(), "outside ASCII")):
+    for wrong, said in (
+        ("one".encode("utf-16"), "UTF-8"),
+        (b" \n", "no key"),
+        ("k\u00e9y".encode(), "outside printable ASCII"),
+    ):
         file.write_bytes(wrong)
         with pytest.raises(ValueError, match=f"{file} .*{said}"):
             Serve(api_key_file=file).keys()

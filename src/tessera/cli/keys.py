@@ -19,6 +19,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise ValueError(f"{path} holds no key: write one per line")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError(
-            f"{path} holds a key with a character outside ASCII, which clients cannot send in a header: use another key"
+            f"{path} holds a key with a character outside printable ASCII, which clients cannot send in a header: use "
+            "another key"
         )
     return keys
