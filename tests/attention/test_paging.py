@@ -53,7 +53,7 @@ def test_pages_equal_contiguous_keys_bit_for_bit(kernel, keys, groups, page):
 
 @pytest.mark.parametrize("kernel", [k for k in BLOCKED if k.phase == "decode"], ids=lambda kernel: kernel.name)
 def test_the_bits_of_a_sequence_do_not_depend_on_the_others(kernel):
-    """`tessera serve --exact` promises this: beside two long sequences, and beside two rows that are not in use."""
+    """Compare a sequence in a full batch with the same one beside unused rows: `tessera serve --exact` needs this."""
     role = "sparse" if kernel.role == "sparse" else "dense"
     call = draw(role, "decode", "float32", 4, lengths=(600, 640, 640), head_dim=64)
     kv = paged(call, 64, shuffled=True)

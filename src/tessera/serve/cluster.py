@@ -55,7 +55,7 @@ LOOK_S = 0.5
 NODES_S = 5.0
 """Seconds between two looks at the cluster's machines, while a replica waits for its process."""
 OWN_FILES = 100
-"""File descriptors that the front keeps for Ray, which uses about 40, for logs and for health checks."""
+"""File descriptors that the front keeps for Ray, for logs and for health checks."""
 CHIPS = ("GPU", "TPU")
 """Ray's resource names for accelerators."""
 

@@ -29,14 +29,12 @@ COMPACT = {"whitespace_flexible": False}
 LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 150_000, "step_max_items": 50_000}
 """Limits of llguidance on its work for a schema and its first mask, and for each later mask.
 
-The worst patterns found, such as (a{300}){300}, take 130 ms and 25 MB for the first mask, which the engine's thread
-does not compute, and 100 ms for a later mask. Half of these limits would refuse an enum of 10,000 numbers, and
-[\\p{L} ]{0,200} with a vocabulary of 128,000 tokens.
+With llguidance's defaults, a nested repetition such as (a{1000}){1000} stops all streams for seconds. Half of these
+limits would refuse an enum of 10,000 numbers, and [\\p{L} ]{0,200} with a vocabulary of 128,000 tokens.
 """
 REQUEST_S, TOKEN_S = 0.3, 0.01
 """Seconds of processor time that the grammars of a request's answers together may take on the engine's thread: in a
-burst, and per token on average. All other requests wait for it. Common schemas take 0.3 ms per token, and the slowest
-harmless one 4 ms."""
+burst, and per token on average. All other requests wait for it. Harmless schemas take less than half of it."""
 INT64 = 1 << 63
 """Integers from this number on do not fit in 64 bits."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

@@ -35,7 +35,7 @@ WRITE_S = 10.0
 """Maximum seconds for which a connection's send buffer may stay full because the client does not read."""
 PIECE = 2048
 """Number of bytes to parse at a time, except in a body with Content-Length. A chunk with one byte of body is six bytes
-long and takes 20 us to parse, while other requests wait."""
+long and takes long to parse, while other requests wait."""
 CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]+(;[^\r\n]*)?\r\n")
 """Start of a chunk after another chunk."""
 TINY, TINY_S = 32, 0.05

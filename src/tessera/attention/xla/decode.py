@@ -103,9 +103,9 @@ def over_blocks[Carry](
 ) -> Carry:
     """Return `carry` after `step(block, carry, masked=...)` for each block that has visible keys.
 
-    With pages, every block is masked. Whether a block needs a mask depends on the other sequences of the batch, and XLA
-    compiles masked and unmasked blocks to arithmetic that differs in the last bit; `tessera serve --exact` promises the
-    same bits beside any other requests.
+    With pages, every block is masked, because `tessera serve --exact` promises that an answer does not depend on other
+    requests. Whether a block needs a mask does depend on the other sequences of the batch, and XLA compiles masked and
+    unmasked blocks to arithmetic that differs in the last bit.
     """
     start, full_start, full_stop, stop = block_runs(keys, block_s, kv.num_keys)
     masked = functools.partial(step, masked=True)
