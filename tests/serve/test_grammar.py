@@ -15,7 +15,7 @@ from tessera.core.child import Worker
 from tessera.models.tokenizer import Tokenizer, byte_tokenizer
 from tessera.serve import grammar
 from tessera.serve.grammar import Grammars
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 from tessera.serve.tools import call_schema
 
 BYTES = byte_tokenizer()

@@ -27,8 +27,9 @@ from tessera.models.tokenizer import byte_tokenizer
 from tessera.serve import cluster, replicas, routing
 from tessera.serve.front import Front as Keys
 from tessera.serve.front import tenant_of
-from tessera.serve.protocol import ChatBody, CompletionBody, Refusal
+from tessera.serve.protocol import ChatBody, CompletionBody
 from tessera.serve.relay import Relay
+from tessera.serve.schema import Refusal
 
 
 @pytest.fixture(scope="module")

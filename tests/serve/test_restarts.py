@@ -16,8 +16,8 @@ from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
 from tessera.serve import replicas
-from tessera.serve.protocol import Refusal
 from tessera.serve.relay import Relay
+from tessera.serve.schema import Refusal
 
 
 @pytest.fixture(scope="module")

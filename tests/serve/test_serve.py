@@ -29,7 +29,7 @@ from tessera.runtime.requests import End, Failure, Request
 from tessera.serve import front, server, service, warm
 from tessera.serve import load as load_client
 from tessera.serve.metrics import Metrics
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 
 EOS = CONFIG.eos_ids[0]

@@ -28,7 +28,6 @@ from tessera.serve.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Refusal,
     SamplingFields,
     StreamOptions,
     TokenizeBody,
@@ -37,6 +36,7 @@ from tessera.serve.reference import HEADERS, describe, described
 from tessera.serve.reference import page as reference
 from tessera.serve.replies import Reply, echoed
 from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
+from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 from tessera.serve.tools import Speech, encode
 from tessera.serve.turns import Turns, in_turn, unless_gone

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from tessera.core.child import Ended, Worker
 from tessera.serve.parsing import parse
-from tessera.serve.protocol import Refusal, Schema
+from tessera.serve.schema import Refusal, Schema
 from tessera.serve.turns import Turns, in_turn
 
 logger = logging.getLogger(__name__)

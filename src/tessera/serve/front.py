@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 
 logger = logging.getLogger(__name__)
 

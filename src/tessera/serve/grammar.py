@@ -21,7 +21,8 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
-from tessera.serve.protocol import SCHEMA_CHARACTERS, Refusal
+from tessera.serve.protocol import SCHEMA_CHARACTERS
+from tessera.serve.schema import Refusal
 from tessera.serve.tools import subschemas
 
 COMPACT = {"whitespace_flexible": False}

@@ -8,9 +8,11 @@ field and names the field, because a client that sets a field expects it to have
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from tessera.runtime.limits import RANKS
+from tessera.serve.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
+from tessera.serve.schema import Refusal, Schema
 from tessera.serve.tools import call_schema
 
 MAX_CHOICES = 8
@@ -18,9 +20,7 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 """Maximum number of prompts in one completion request."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-MAX_MESSAGES = 4096
 MAX_BIASES = 1024
-MAX_TOOLS = 128
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
 SCHEMA_CHARACTERS = 1 << 16
@@ -40,25 +40,6 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
-
-
-class Schema(BaseModel):
-    """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused.
-
-    A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
-
-    def check(self, context: int) -> None:
-        """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
 
 
 class JsonSchema(Schema):
@@ -210,87 +191,6 @@ class CompletionBody(SamplingFields):
             _check_length(prompt, context, "prompt")
 
 
-class TextPart(Schema):
-    """A part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Function(Schema):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Schema):
-    """A tool; the only kind is a function."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Schema):
-    """The function that the answer must call."""
-
-    name: str
-
-
-class ToolChoice(Schema):
-    """The tool that the answer must call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class FunctionCall(Schema):
-    """The function of a tool call in an earlier answer; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Schema):
-    """A tool call in an earlier answer."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class Message(Schema):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    tool_call_id: str | None = None
-
-    @property
-    def texts(self) -> list[str]:
-        """Content of the message, and the names and arguments of its tool calls."""
-        content = [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
-        calls = [call.function for call in self.tool_calls or ()]
-        return content + [text for call in calls for text in (call.name, call.arguments)]
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
-        if self.content is None and not self.tool_calls:
-            raise Refusal(400, f"a message of role {self.role} has no content: add some text", param="messages")
-        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {"type": "function", "function": {"name": call.function.name, "arguments": _json(call)}}
-                for call in self.tool_calls
-            ]
-        return found
-
-
 class ChatBody(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
@@ -376,34 +276,8 @@ class DetokenizeBody(Schema):
     model: str | None = None
 
 
-class Refusal(Exception):
-    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
-
-    `param` is the name of the wrong field in the body. `retry_s` becomes the header Retry-After: the seconds after
-    which the client may try again.
-    """
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
-        super().__init__(message)
-        self.status, self.param, self.retry_s = status, param, retry_s
-
-    def body(self) -> dict[str, Any]:
-        """Return the response's JSON: OpenAI's error object."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
-        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
-
-
 def _check_length(prompt: str | list[int], context: int, param: str) -> None:
     unit, limit = ("characters", context * CHARACTERS) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > limit:
         said = f"{param} has {len(prompt):,} {unit}, but may have at most {limit:,}: shorten it"
         raise Refusal(400, said, param=param)
-
-
-def _json(call: ToolCall) -> Any:
-    try:
-        return json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        said = f"the arguments of the tool call {call.function.name:.80} are not JSON: send JSON text"
-        raise Refusal(400, said, param="messages") from None

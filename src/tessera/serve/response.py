@@ -9,8 +9,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from tessera.runtime.requests import End, Failure, Token
-from tessera.serve.protocol import Refusal, StreamOptions
+from tessera.serve.protocol import StreamOptions
 from tessera.serve.replies import Reply, usage, usage_so_far
+from tessera.serve.schema import Refusal
 from tessera.serve.service import Job
 from tessera.serve.tools import Speech
 

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tessera.core import interrupt
 from tessera.serve.app import Site, create
 from tessera.serve.front import Front
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 
 logger = logging.getLogger(__name__)
 

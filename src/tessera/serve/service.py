@@ -17,7 +17,7 @@ import jax
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import End, Event, Failure, Request
 from tessera.serve.metrics import Metrics
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from tessera.serve.front import TENANT
-from tessera.serve.protocol import Refusal
+from tessera.serve.schema import Refusal
 
 
 class Turns:

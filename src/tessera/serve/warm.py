@@ -19,7 +19,8 @@ from tessera.runtime.step import require_room
 from tessera.serve.grammar import Grammars
 from tessera.serve.metrics import Metrics
 from tessera.serve.parsing import parse
-from tessera.serve.protocol import ChatBody, Refusal
+from tessera.serve.protocol import ChatBody
+from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 from tessera.serve.tools import encode
 

@@ -1,0 +1,42 @@
+"""What all request bodies share: JSON objects without unknown fields, and the error of a request that is refused."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Schema(BaseModel):
+    """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused.
+
+    A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+    def check(self, context: int) -> None:
+        """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
+
+
+class Refusal(Exception):
+    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
+
+    `param` is the name of the wrong field in the body. `retry_s` becomes the header Retry-After: the seconds after
+    which the client may try again.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
+        super().__init__(message)
+        self.status, self.param, self.retry_s = status, param, retry_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the response's JSON: OpenAI's error object."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
