@@ -60,6 +60,15 @@ def test_streams_of_bytes_that_are_not_text(plain):
         assert "".join(stream.push(token) for token in ids) + stream.finish() == plain.decode(ids)
 
 
+def test_streams_show_the_names_of_wanted_special_tokens(plain):
+    """A mark of a tool call may be a special token, whose name would otherwise be lost."""
+    stream = plain.stream(shown=frozenset({259}))
+    assert [stream.push(token) for token in (*b"a", 0xC3, 259, 260, *b" b", 259)] == [
+        *("a", "", "\ufffd<|user|>", "", " ", "b", "<|user|>")
+    ]
+    assert stream.finish() == ""
+
+
 def test_streams_with_byte_fallback_and_word_marks():
     """In a Llama 2 style tokenizer, words carry a mark for their space, and unknown characters fall back to bytes."""
     vocab = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}

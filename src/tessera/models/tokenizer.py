@@ -140,9 +140,12 @@ class Tokenizer:
         known = all(character in _BYTES for character in name)  # byte-level tokenizers
         return bytes(_BYTES[character] for character in name) if known else text.encode()
 
-    def stream(self, *, skip_special: bool = True) -> "TextStream":
-        """Return a decoder that takes one id at a time; `skip_special` is as in `decode`."""
-        return TextStream(self, skip_special)
+    def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> "TextStream":
+        """Return a decoder that takes one id at a time; `skip_special` is as in `decode`.
+
+        The names of the special tokens in `shown` stay in the text: marks of tool calls, for example.
+        """
+        return TextStream(self, skip_special, shown)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -222,9 +225,10 @@ class TextStream:
     The joined pieces are the text of all ids, and no piece ends inside a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._ids: list[int] = []  # a window: context (tokens whose text was returned), then tokens held back
         self._context = 0  # how many of _ids are context
         self._given = ""  # the part of the window's text that was returned
@@ -234,6 +238,10 @@ class TextStream:
 
         This is often the token's text, but it is "" while a character is incomplete.
         """
+        if token in self._shown:
+            piece = self.finish() + (self._tokenizer.backend.id_to_token(int(token)) or "")
+            self._ids, self._context, self._given = [], 0, ""
+            return piece
         self._ids.append(int(token))
         text = self._text()
         if not text.startswith(self._given):
