@@ -1,6 +1,6 @@
 """What all request bodies share: JSON objects without unknown fields, and the error of a request that is refused."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -9,16 +9,21 @@ class Schema(BaseModel):
     """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused.
 
     A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
+
+    Attributes:
+        ignored: fields that change no answer, at any value. They count as left out, too.
     """
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_unused(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None and name not in cls.ignored}
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
