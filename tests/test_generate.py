@@ -313,6 +313,18 @@ def test_an_unfinished_character_comes_out_at_the_end():
     assert "".join(pieces) == "ab\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [((), "a b"), ((259,), "a<|user|> b"), ((259, 257), "a<|user|> b<|eos|>")],
+)
+def test_names_of_wanted_special_tokens_stay_in_the_text(shown, text):
+    """The mark of a tool call may be a special token, even one that ends the answer."""
+    answer = Answer(1, 100, (257,), (), byte_tokenizer(), shown=frozenset(shown))
+    pieces = [answer.push(token, -1.0, 0.0) for token in (*b"a", 259, 260, *b" b", 257)]
+    assert "".join(pieces) == answer.generation(0.0).text == text
+    assert answer.finish_reason == "stop"
+
+
 # ----- shapes: buckets and chunks
 
 

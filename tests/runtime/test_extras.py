@@ -95,6 +95,11 @@ def test_a_guide_that_fails_fails_its_request_alone(model):
     assert isinstance(fine[-1], End)
 
 
+def test_a_request_says_which_special_tokens_show(model):
+    *_, end = run(model.engine(), request(max_new_tokens=2, bias={259: 1e4}, shown=frozenset({259})))[0]
+    assert end.generation.text == "<|user|>" * 2
+
+
 def test_wrong_extras_are_refused(model):
     with pytest.raises(ValueError, match="bias has token 264"):
         model.engine().submit(request(bias={264: 1.0}))

@@ -88,19 +88,27 @@ class Answer:
         eos_ids: end-of-sequence tokens, each of which ends the answer.
         stop: texts that end the answer; it is cut before the first one that appears.
         tokenizer: None for an answer without text.
+        shown: ids of special tokens whose names stay in the text.
     """
 
     def __init__(
-        self, prompt_tokens: int, limit: int, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer | None
+        self,
+        prompt_tokens: int,
+        limit: int,
+        eos_ids: Sequence[int],
+        stop: Sequence[str],
+        tokenizer: Tokenizer | None,
+        *,
+        shown: frozenset[int] = frozenset(),
     ):
         self.prompt_tokens = prompt_tokens
         self.limit = limit
         self.finish_reason: str | None = None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids, self._shown_ids = frozenset(eos_ids), shown
         self._stop = [StopSearch(text) for text in stop]
-        self._stream = None if tokenizer is None else tokenizer.stream()
+        self._stream = None if tokenizer is None else tokenizer.stream(shown=shown)
         self._text = ""
         self._shown = 0  # characters of the text already returned
         self._times_s: list[float] = []
@@ -124,12 +132,13 @@ class Answer:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
-        if token in self._eos_ids:
+        ends = token in self._eos_ids
+        if ends and token not in self._shown_ids:
             return self.finish("stop")
         if self._stream is not None and self._append(self._stream.push(token)):
             return self._hand_out(len(self._text))
-        if len(self.tokens) == self.limit:
-            return self.finish("length")
+        if ends or len(self.tokens) == self.limit:
+            return self.finish("stop" if ends else "length")
         return self._hand_out(len(self._text) - self._held())
 
     def count(self, read_L: np.ndarray, visible_L: np.ndarray) -> None:

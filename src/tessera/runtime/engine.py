@@ -151,7 +151,7 @@ class Engine:
             raise ValueError(f"bias has token {wrong[0]}, but token ids are from 0 to {self.config.vocab_size - 1}")
         limit = min(request.max_new_tokens, room)
         eos_ids = () if request.ignore_eos else self.config.eos_ids
-        answer = Answer(len(request.prompt), limit, eos_ids, request.stop, self.tokenizer)
+        answer = Answer(len(request.prompt), limit, eos_ids, request.stop, self.tokenizer, shown=request.shown)
         started_s = time.perf_counter() if started_s is None else started_s
         guide = None if request.guide is None else request.guide()
         ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s, guide=guide)

@@ -66,6 +66,8 @@ class Request:
         deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
             twice the predicted prefill time. Ignored by an engine without pages.
         ignore_eos: whether the answer goes on after an end-of-sequence token, as tools that measure speed want.
+        shown: ids of special tokens whose names stay in the answer's text, such as marks of tool calls; the text leaves
+            out the names of all others.
         held: result of `Engine.hold`. The request reuses at most the keys of this prefix, and the keys that were read
             when the prefix was prefilled count as read by the request. None reuses the longest prefix whose keys are
             still in the cache.
@@ -83,6 +85,7 @@ class Request:
     tenant: str = ""
     deadline_s: float | None = None
     ignore_eos: bool = False
+    shown: frozenset[int] = frozenset()
     held: Held | None = None
 
     @cached_property
