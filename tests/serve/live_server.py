@@ -10,8 +10,9 @@ from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
 from tessera.serve import server, warm
-from tessera.serve.app import Site, create
+from tessera.serve.app import create
 from tessera.serve.bodies import Bodies
+from tessera.serve.site import Site
 
 CONTEXT = 256
 KEY = "a-secret"

@@ -12,9 +12,10 @@ import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tessera.serve import replicas, server, warm
-from tessera.serve.app import Site, create
+from tessera.serve.app import create
 from tessera.serve.bodies import Bodies
 from tessera.serve.relay import Relay
+from tessera.serve.site import Site
 
 CONTEXT, KEY, LIMIT_S = 256, "a-secret", 300.0
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -12,10 +12,11 @@ from tiny import CONFIG, save_tiny
 from tessera.generate import load
 from tessera.models.tokenizer import BYTE_TEMPLATE
 from tessera.serve import warm
-from tessera.serve.app import Site, create
+from tessera.serve.app import create
 from tessera.serve.bodies import Bodies
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
+from tessera.serve.site import Site
 from tessera.serve.tools import Speech, call_schema, safe_end, split, taught
 
 ADD = {

@@ -170,9 +170,9 @@ class Serve:
         from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
-        from tessera.serve.app import Site
         from tessera.serve.bodies import Bodies
         from tessera.serve.front import tenant_of
+        from tessera.serve.site import Site
         from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 
         if self.spill is not None:

@@ -27,9 +27,10 @@ from typing import Any
 
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve import server
-from tessera.serve.app import Site, create
+from tessera.serve.app import create
 from tessera.serve.relay import Relay
 from tessera.serve.replicas import Ended, Lost, Replicas
+from tessera.serve.site import Site
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import httpx2
 from fastapi import Response
 
 from tessera.models.tokenizer import Tokenizer
-from tessera.serve.app import refusal_response
 from tessera.serve.bodies import Bodies
 from tessera.serve.front import TENANT, Message, Receive, Send
 from tessera.serve.protocol import ChatBody, CompletionBody
 from tessera.serve.replicas import Lost, Replica, Replicas, full
 from tessera.serve.routing import choose, first_page
 from tessera.serve.schema import Refusal
+from tessera.serve.site import refusal_response
 from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}

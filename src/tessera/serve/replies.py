@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
 from tessera.runtime.answers import Generation
-from tessera.runtime.requests import End, Token
+from tessera.runtime.requests import Token
 from tessera.serve.tools import Speech
 
 
@@ -145,27 +144,3 @@ def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
     """Build the field that `continuous_usage_stats` adds to each event of a stream: the tokens so far of its choice."""
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
     return {"usage": counts | {"total_tokens": prompt_tokens + new_tokens}}
-
-
-def echoed(
-    end: End, text: str, limit: int, tokens: Sequence[Token] | None, pieces: Sequence[str]
-) -> tuple[Generation, Sequence[Token] | None]:
-    """Put a prompt before its answer.
-
-    Args:
-        end: the answer's last event.
-        text: the prompt's text.
-        limit: maximum tokens of the answer; with 0, the one token that the engine generated is left out.
-        tokens: the answer's tokens; None if no probabilities are reported.
-        pieces: the text that each token of the prompt adds to the prompt's text; together they are `text`.
-
-    Returns:
-        the answer, whose text now begins with the prompt, and the tokens of prompt and answer (None if no probabilities
-        are reported).
-    """
-    generation = end.generation
-    if limit == 0:
-        generation, tokens = replace(generation, text="", tokens=[], finish_reason="length"), tokens and []
-    if tokens is not None:
-        tokens = [*(token._replace(text=piece) for token, piece in zip(end.prompt, pieces)), *tokens]
-    return replace(generation, text=text + generation.text), tokens

@@ -23,9 +23,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.core import interrupt
-from tessera.serve.app import Site, create
+from tessera.serve.app import create
 from tessera.serve.front import Front
 from tessera.serve.schema import Refusal
+from tessera.serve.site import Site
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,70 @@
+"""The model that the routes serve, and what all routes share: checks and the JSON response of a refusal."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import JSONResponse as UnicodeResponse
+
+from tessera.generate import Model
+from tessera.models.tokenizer import Tokenizer
+from tessera.serve.bodies import Bodies
+from tessera.serve.grammar import Grammars
+from tessera.serve.mail import Mail
+from tessera.serve.schema import Refusal
+from tessera.serve.service import Service
+from tessera.serve.turns import Turns
+
+
+class JSONResponse(UnicodeResponse):
+    """Response of JSON in ASCII: an answer may hold half of a surrogate pair, which has no UTF-8 bytes."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the content as JSON."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The model that the routes serve, and the service that runs it.
+
+    Attributes:
+        model: model with its tokenizer.
+        name: the model's name in the API.
+        service: thread that runs the engine.
+        context: maximum tokens of one request, prompt and answer together.
+        grammars: compiler of grammars for JSON answers; None if the model has no tokenizer or no end-of-sequence token.
+        bodies: parser of request bodies.
+        encoding: the only thread that encodes text, because the tokenizer is not thread-safe.
+        compiling: the only thread that compiles grammars.
+        mail: carries events from the service's thread to the event loop.
+    """
+
+    model: Model
+    name: str
+    service: Service
+    context: int
+    grammars: Grammars | None = None
+    bodies: Bodies
+    encoding: Turns = field(default_factory=Turns)
+    compiling: Turns = field(default_factory=Turns)
+    mail: Mail = field(default_factory=Mail)
+
+
+def refusal_response(error: Refusal) -> JSONResponse:
+    """Return the response that tells a client why its request is refused."""
+    headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def check_model(site: Site, name: str | None) -> None:
+    """Raise Refusal if a request names another model than the one that is served."""
+    if name is not None and name != site.name:
+        raise Refusal(404, f"model={name!r:.80} is not served here: use {site.name!r}", param="model")
+
+
+def tokenizer_of(site: Site) -> Tokenizer:
+    """Return the model's tokenizer; raise Refusal if it has none."""
+    if site.model.tokenizer is None:
+        raise Refusal(400, f"{site.name} has no tokenizer: pass token ids to /v1/completions")
+    return site.model.tokenizer
