@@ -248,7 +248,7 @@ def the_engine_answers_as_one_device_does_and_compiles_nothing(folder: Path) -> 
     expected = runs(folder, 3, "dense", None)
     model = load(saved(folder, config_of(3), "kv3"), mesh="3")
     engine = model.engine(slots=2, num_keys=192, sizes=(64,))
-    penalised = Sampling(temperature=0.8, repetition_penalty=1.3)
+    penalised = Sampling(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5)
     engine.warm([Sampling(), penalised])
     count = []
     jax.monitoring.register_event_duration_secs_listener(

@@ -17,16 +17,15 @@ from jaxtyping import Float
 
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
-from tessera.core.memory import require, require_programs
+from tessera.core.memory import require
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_head_parts, num_stripes, parse
-from tessera.core.quant import STORED, check_name
+from tessera.core.quant import check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import SOURCES
-from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
-from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
+from tessera.models.quantised import require_weights
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
@@ -130,6 +129,8 @@ class Model:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 0,
         stream: Callable[[int, str], Any] | None = None,
@@ -150,8 +151,12 @@ class Model:
             top_p: of these, keep the fewest best tokens whose probabilities sum to top_p or more; 1 keeps all.
             min_p: of these, keep tokens with at least min_p times the best token's probability; 0 keeps all.
             repetition_penalty: changes the logits of tokens that are already in the prompt or the answer: positive ones
-                are divided by this value, negative ones multiplied by it. Temperature, top_k, top_p and min_p apply
-                afterwards; 1 changes nothing.
+                are divided by this value, negative ones multiplied by it. The penalties below, then temperature, top_k,
+                top_p and min_p, apply afterwards; 1 changes nothing.
+            frequency_penalty: subtracted from a token's logit once for each time that the token is already in the
+                answer, from -2 to 2, as in OpenAI's API; 0 changes nothing.
+            presence_penalty: subtracted from the logits of tokens that are already in the answer, from -2 to 2, as in
+                OpenAI's API; 0 changes nothing.
             stop: texts that end generation; the answer is cut before the first that appears.
             seed: one for all prompts, or one per prompt. A draw depends only on seed and step, not on the batch.
             stream: called with (prompt index, text piece) as soon as the piece is final; whole characters only.
@@ -167,7 +172,13 @@ class Model:
         """
         started_s = time.perf_counter()
         sampling = self.sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
         )
         max_new_tokens = self.max_new_tokens(max_new_tokens)
         tokens = self.encode_prompts(prompts)
@@ -365,23 +376,6 @@ def load(
         cache=cache,
         weights=weights,
     )
-
-
-def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
-    """Raise ValueError if this model's matrices do not support the number format `weights`, and MemoryError if the
-    weights and the programs that use them do not fit in memory."""
-    described = source / "config.json" if source.is_dir() else source
-    what = f"the model that {described} describes, in {weights or config.dtype},"
-    kinds = {}
-    if weights is not None:
-        stored = stored_tensors(source, config)
-        check_forms(stored, config, source, weights, num_head_parts(on))
-        kinds = stored_kinds(stored) if weights == STORED else kinds
-    types = Types(weights=weights or config.dtype, dtype=config.dtype, kinds=kinds)
-    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_head_parts(on))).values())
-    devices = jax.devices()[:1] if on is None else on.local_devices
-    require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or quantised weights (int8, int4)")
-    require_programs(num_bytes * len(devices), what)
 
 
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:

@@ -21,7 +21,10 @@ from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
 MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--cache", "--debug"]
-SAMPLING = "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --seed -s".split()
+SAMPLING = (
+    "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --frequency-penalty "
+    "--presence-penalty --seed -s"
+).split()
 FLAGS = {
     "generate": MODEL
     + SAMPLING
@@ -118,7 +121,7 @@ UNKNOWN = {
     "generate hi -c 4096": "tessera generate has no flag -c: the cache grows with the request",
     "generate hi -mli": "tessera generate has no flag -mli: use `tessera chat`, where a line that ends",
     "generate hi -xyz": "tessera generate has no flag -xyz (see tessera generate --help)",
-    "generate hi --presence-penalty 1": "tessera generate has no flag --presence-penalty: sampling has --temperature",
+    "generate hi --mirostat 1": "tessera generate has no flag --mirostat: sampling has --temperature",
     "generate hi --dtype half": "tessera generate has no --dtype half: float16 weights are not supported: use bfloat16",
     "generate hi --dtype=bf16": "tessera generate has no --dtype bf16: use bfloat16",
     "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (see tessera calibrate --help",

@@ -50,7 +50,7 @@ STALLED = 12
 """Steps without progress, at most: a prompt beside answers waits four, and each start of a request takes one."""
 BAD = 263
 """The token whose embedding is NaN."""
-SAMPLINGS = (Sampling(), Sampling(temperature=0.9, repetition_penalty=1.3))
+SAMPLINGS = (Sampling(), Sampling(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4))
 POLICY = Kascade.from_plan(
     replace(PLAN, anchors=(), own=(0, 1, 2), head_map=((0, 1),) * 3, heads="identity", minimum=32, query_tile=32)
 )

@@ -5,8 +5,9 @@ import pytest
 from tiny import save_tiny
 
 from tessera.generate import load
+from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Failure, Request, Token
-from tessera.runtime.sampling import Sampling
+from tessera.runtime.sampling import GREEDY, Sampling
 
 PROMPT = list(range(40, 60))
 
@@ -70,6 +71,25 @@ def test_a_bias_moves_the_choice_and_not_the_logprob(model):
     assert forced[0].token == 77
     assert forced[0].top == ((first, pytest.approx(plain[0].logprob, abs=1e-6)),)
     assert forced[0].logprob < plain[0].logprob
+
+
+def test_penalties_are_the_same_in_generate_and_with_pages_and_spare_the_prompt(model):
+    """Every token of a greedy answer is the best one of the penalised scores."""
+    penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
+    plain, [found] = (
+        model.generate([PROMPT], max_new_tokens=20, **GREEDY),
+        model.generate([PROMPT], max_new_tokens=20, **GREEDY, **penalties),
+    )
+    assert found.tokens != plain[0].tokens
+    engine = model.engine(slots=1, num_keys=256, paging=Paging(num_pages=20, unit=32, page=16, sizes=(32,)))
+    *_, end = run(engine, request(max_new_tokens=20, sampling=Sampling(**penalties)))[0]
+    assert end.generation.tokens == found.tokens
+    rows = np.asarray(model.logits([PROMPT + found.tokens])[0], np.float64)[len(PROMPT) - 1 :]
+    for step, token in enumerate(found.tokens):
+        count = np.bincount(found.tokens[:step], minlength=264)
+        scores = rows[step] - 0.4 * count - 0.3 * (count > 0)
+        assert scores[token] >= scores.max() - 1e-5
+        assert found.logprobs[step] == pytest.approx(rows[step, token] - np.log(np.exp(rows[step]).sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize("lag", [0, 2])

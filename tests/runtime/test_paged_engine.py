@@ -93,7 +93,7 @@ MIXTURE = (
     Request(prompt=prompt(20), max_new_tokens=9, sampling=Sampling(temperature=1.0), seed=4),
     Request(prompt=prompt(300), max_new_tokens=40),
     Request(prompt=prompt(140), max_new_tokens=3, sampling=Sampling(repetition_penalty=1.7)),
-    Request(prompt=prompt(9), max_new_tokens=150, sampling=Sampling(temperature=0.7, repetition_penalty=1.3), seed=5),
+    Request(prompt=prompt(9), max_new_tokens=150, sampling=Sampling(temperature=0.7, frequency_penalty=1.3), seed=5),
 )
 
 
@@ -182,7 +182,7 @@ def test_requests_that_give_way_get_the_answers_that_they_get_alone(model, lag):
     """Three requests of up to 11 pages each in a pool of 14."""
     requests = [
         Request(prompt=prompt(150, seed=n), max_new_tokens=150 + n, seed=n, sampling=s)
-        for n, s in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(repetition_penalty=1.5)))
+        for n, s in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(frequency_penalty=0.5)))
     ]
     engine = engine_of(model, "own", slots=3, num_pages=15, lag=lag, sizes=(64,))
     found = run(engine, *requests)

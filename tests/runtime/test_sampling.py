@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution, seen_tokens
+from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution, token_counts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampling.npz"
 NUM_CASES = 8
@@ -23,6 +23,10 @@ def settings(golden, case: int) -> Sampling:
     return Sampling(**json.loads(str(golden["settings"]))["cases"][case])
 
 
+def counts_of(prompts) -> np.ndarray:
+    return token_counts(prompts, [()] * len(prompts), 40)
+
+
 def test_all_cases_are_tested(golden):
     assert len(json.loads(str(golden["settings"]))["cases"]) == NUM_CASES
 
@@ -30,8 +34,8 @@ def test_all_cases_are_tested(golden):
 @pytest.mark.parametrize("case", range(NUM_CASES))
 def test_distribution_is_that_of_transformers(golden, case):
     sampling, logits = settings(golden, case), golden["logits"]
-    seen = seen_tokens(golden["prompts"], logits.shape[1])
-    z = np.asarray(distribution(logits, seen, sampling.values(logits.shape[1]), method=sampling.method))
+    counts = counts_of(golden["prompts"])
+    z = np.asarray(distribution(logits, counts, sampling.values(logits.shape[1]), method=sampling.method))
     probability = np.exp(z - z.max(-1, keepdims=True))
     probability /= probability.sum(-1, keepdims=True)
     expected = golden[f"case{case}"]
@@ -44,9 +48,9 @@ def test_draws_follow_the_distribution(golden):
     case, count = 6, 4000
     sampling = settings(golden, case)
     logits = np.repeat(golden["logits"][:1], count, axis=0)
-    seen = np.repeat(seen_tokens(golden["prompts"][:1], logits.shape[1]), count, axis=0)
+    counts = np.repeat(counts_of(golden["prompts"][:1]), count, axis=0)
     values = sampling.values(logits.shape[1])
-    out = choose(logits, seen, np.arange(count, dtype=np.uint32), np.int32(3), values, method=sampling.method)
+    out = choose(logits, counts, np.arange(count, dtype=np.uint32), np.int32(3), values, method=sampling.method)
     frequency = np.bincount(np.asarray(out.token), minlength=logits.shape[1]) / count
     p = golden[f"case{case}"][0].astype(np.float64)
     assert not frequency[p == 0].any()
@@ -76,21 +80,71 @@ def test_a_draw_depends_on_seed_and_step_only(golden):
 def test_logprob_is_of_the_raw_distribution(golden):
     logits = golden["logits"]
     sampling = Sampling(temperature=0.5, top_k=3, repetition_penalty=1.5)
-    seen = seen_tokens(golden["prompts"], logits.shape[1])
+    counts = counts_of(golden["prompts"])
     seeds = np.arange(6, dtype=np.uint32)
-    out = choose(logits, seen, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
+    out = choose(logits, counts, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
     exact = logits.astype(np.float64)
     expected = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
     np.testing.assert_allclose(out.logprob, expected[np.arange(6), out.token], rtol=1e-5)
-    assert np.asarray(out.seen)[np.arange(6), out.token].all()
+    assert np.all(np.asarray(out.counts)[np.arange(6), out.token] >= 2)
 
 
 def test_greedy_takes_the_penalised_best(golden):
     logits, prompts = golden["logits"], golden["logits"].argmax(-1)[:, None]
     sampling = Sampling(repetition_penalty=100.0)
-    seen, seeds = seen_tokens(prompts, logits.shape[1]), np.zeros(6, np.uint32)
-    out = choose(logits, seen, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
+    counts, seeds = counts_of(prompts), np.zeros(6, np.uint32)
+    out = choose(logits, counts, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
     assert np.all(np.asarray(out.token) != prompts[:, 0])
+
+
+PENALTIES = [
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.1},
+    {"frequency_penalty": -2.0, "presence_penalty": 2.0},
+    {"frequency_penalty": 0.5, "presence_penalty": -0.3, "repetition_penalty": 1.3, "temperature": 0.7},
+]
+
+
+def penalised(logits, prompt, answer, *, frequency=0.0, presence=0.0, repetition=1.0, temperature=1.0):
+    """Apply the penalties to one row of scores as OpenAI, vLLM and transformers define them, in float64."""
+    scores = []
+    for token, score in enumerate(logits.astype(np.float64)):
+        count = answer.count(token)
+        if token in prompt or count:
+            score = score * repetition if score < 0 else score / repetition
+        scores.append((score - frequency * count - presence * (count > 0)) / temperature)
+    return np.array(scores)
+
+
+@pytest.mark.parametrize("given", PENALTIES)
+def test_penalties_are_those_of_the_oracle(golden, given):
+    """A greedy answer of 12 tokens to fixed scores: every step counts the tokens that the steps before it chose."""
+    logits, prompts = golden["logits"], golden["prompts"].tolist()
+    sampling, answers = Sampling(**given), [[] for _ in prompts]
+    assert sampling.method.penalised
+    names, values = {name.removesuffix("_penalty"): value for name, value in given.items()}, sampling.values(40)
+    counts, seeds = counts_of(prompts), np.zeros(6, np.uint32)
+    for _ in range(12):
+        found = np.asarray(distribution(logits, counts, values, method=sampling.method))
+        rows = [penalised(*row, **names) for row in zip(logits, prompts, answers)]
+        np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-5)
+        choice = choose(logits, counts, seeds, np.int32(0), values._replace(temperature=0.0), method=sampling.method)
+        counts = np.asarray(choice.counts)
+        for answer, row, token in zip(answers, found, np.asarray(choice.token), strict=True):
+            assert token == row.argmax()
+            answer.append(int(token))
+        np.testing.assert_array_equal(counts, token_counts(prompts, answers, 40))
+
+
+def test_a_repetition_penalty_alone_is_the_same_bits_for_prompt_and_answer(golden):
+    logits, prompts = golden["logits"], golden["prompts"].tolist()
+    sampling = Sampling(repetition_penalty=1.7, temperature=0.9)
+    halves = token_counts([row[:4] for row in prompts], [row[4:] for row in prompts], 40)
+    found = [
+        np.asarray(distribution(logits, counts, sampling.values(40), method=sampling.method))
+        for counts in (halves, counts_of(prompts))
+    ]
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +158,9 @@ def test_greedy_takes_the_penalised_best(golden):
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"min_p": -0.5}, "min_p=-0.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty=2.1 must be between -2 and 2"),
+        ({"presence_penalty": -2.1}, "presence_penalty=-2.1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan"),
     ],
 )
 def test_bad_values_are_named(bad, words):

@@ -57,14 +57,17 @@ class SamplingFlags:
     repetition_penalty: Annotated[Omittable[float], tyro.conf.arg(aliases=("--repeat-penalty",))] = None
     """A value above 1 makes tokens already in the prompt or the answer less likely; 1 is off. If not given, the value
     in generation_config.json."""
+    frequency_penalty: Omittable[float] = None
+    """A value above 0, up to 2, makes a token less likely each time that the answer has it; below 0, more likely."""
+    presence_penalty: Omittable[float] = None
+    """A value above 0, up to 2, makes tokens already in the answer less likely; below 0, more likely."""
     seed: Annotated[int, SEED] = 0
     """Seed of the random draws: the same seed gives the same answer."""
 
     def values(self) -> dict[str, float | int]:
         """Check the sampling flags that were given, and return them as keyword arguments for Model.generate."""
-        from tessera.runtime.sampling import Sampling
+        from tessera.runtime.sampling import KINDS, Sampling
 
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        found = {name: getattr(self, name) for name in KINDS if getattr(self, name) is not None}
         Sampling(**found)
         return found

@@ -33,7 +33,7 @@ _KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop
 _CACHE = "keys and values have the dtype of the weights: drop it, or use --cache int8"
 _WEIGHTS = "use --weights, which takes int8, int4, fp8 and gguf"
 _CHAT = "use `tessera chat`"
-_DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
+_DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and penalties (--repetition-penalty, ...): drop it"
 _FREE = "only `tessera serve` takes a schema for its answers, in response_format: drop it"
 _PLAIN = "only the answer is printed, as plain text: drop it"
 _SERVER = "use `tessera serve`"
@@ -68,7 +68,7 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("-V", "--version"), "use `tessera --version`"),
         **dict.fromkeys(("--host", "--port", "--served-model-name", "--enable-prefix-caching"), _SERVER),
         **dict.fromkeys(("--mirostat", "--typical", "--samplers", "--repeat-last-n", "--logit-bias"), _DRAWS),
-        **dict.fromkeys(("--presence-penalty", "--frequency-penalty", "--no-repeat-ngram-size"), _DRAWS),
+        "--no-repeat-ngram-size": _DRAWS,
         **dict.fromkeys(("-j", "--json-schema", "--grammar", "--grammar-file", "--guided-json"), _FREE),
         **dict.fromkeys(("--mlock", "--no-mmap", "--numa", "--swap-space", "--max-num-seqs"), _MEMORY),
         **dict.fromkeys(("--color", "--log-disable", "--no-display-prompt", "--simple-io", "-sp", "--special"), _PLAIN),

@@ -1,12 +1,18 @@
-"""Check in which forms (`core.quant`) a checkpoint's matrices can be stored, on one device or split over several."""
+"""Check in which forms (`core.quant`) a checkpoint's matrices can be stored, and whether they fit in memory."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
+from tessera.core.memory import require, require_programs
+from tessera.core.mesh import num_head_parts
 from tessera.core.quant import STORED, check_name, check_shape
 from tessera.models.config import ModelConfig
+from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.gguf_file import GgufTensor, read_gguf
 from tessera.models.gguf_model import gguf_tensors
 from tessera.models.gguf_stored import BLOCK, KINDS, check_stored_type
@@ -23,6 +29,23 @@ def stored_tensors(source: str | os.PathLike, config: ModelConfig) -> Mapping[st
 def stored_kinds(stored: Mapping[str, GgufTensor]) -> dict[str, str]:
     """Map the name of each matrix that `weights="gguf"` keeps in blocks to its `Quantised.kind`."""
     return {name: KINDS[t.layout.name] for name, t in stored.items() if len(t.shape) == 2 and t.layout.name in KINDS}
+
+
+def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
+    """Raise ValueError if this model's matrices do not support the number format `weights`, and MemoryError if the
+    weights and the programs that use them do not fit in memory."""
+    described = source / "config.json" if source.is_dir() else source
+    what = f"the model that {described} describes, in {weights or config.dtype},"
+    kinds = {}
+    if weights is not None:
+        stored = stored_tensors(source, config)
+        check_forms(stored, config, source, weights, num_head_parts(on))
+        kinds = stored_kinds(stored) if weights == STORED else kinds
+    types = Types(weights=weights or config.dtype, dtype=config.dtype, kinds=kinds)
+    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_head_parts(on))).values())
+    devices = jax.devices()[:1] if on is None else on.local_devices
+    require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or quantised weights (int8, int4)")
+    require_programs(num_bytes * len(devices), what)
 
 
 def check_forms(

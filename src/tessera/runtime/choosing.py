@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from tessera.core.mesh import put
 from tessera.models.layers import Params
 from tessera.runtime.prompt_scores import prompt_tokens
 from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
-from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose
+from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, token_counts
 from tessera.sparse.contract import Reads
 
 NEUTRAL = Sampling()
@@ -32,7 +32,7 @@ class Pending(NamedTuple):
     rows: Sequence[tuple[int, Ticket]]
 
 
-def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
+def pick(scores: Float[Array, "B V"], counts: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
     """Choose one token per row by its request's sampling, seed and step.
 
     A row without a request gets an arbitrary token.
@@ -43,7 +43,15 @@ def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Tick
     seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
     steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
     bias = bias_of(tickets, scores.shape) if method.extra else None
-    return choose(scores, seen if method.penalised else None, seeds, steps, values, bias, method=method)
+    return choose(scores, counts if method.penalised else None, seeds, steps, values, bias, method=method)
+
+
+def counts_of(tickets: Sequence[Ticket], vocab_size: int, mesh: Mesh | None) -> Int32[Array, "B V"] | None:
+    """Return the `token_counts` of prompts and answers as the host knows them; None if no request has a penalty."""
+    if not any(ticket.request.method.penalised for ticket in tickets):
+        return None
+    prompts, answers = zip(*((ticket.request.prompt, ticket.answer.tokens) for ticket in tickets))
+    return put(token_counts(prompts, answers, vocab_size), mesh)
 
 
 @lru_cache(maxsize=64)  # a batch keeps its requests for many steps
@@ -127,14 +135,14 @@ def fail(ticket: Ticket, error: Exception) -> Failure:
 def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
     """Run the sampling program of every method once; return the number of programs."""
     scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
-    seen = put(np.zeros((batch, vocab_size), bool), mesh)
+    counts = put(np.zeros((batch, vocab_size), np.int32), mesh)
     values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
     seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
     bias = np.zeros((batch, vocab_size), np.float32)
     done = [
         choose(
             scores,
-            seen if m.penalised else None,
+            counts if m.penalised else None,
             seeds,
             steps,
             values,

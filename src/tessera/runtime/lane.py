@@ -14,11 +14,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tessera.core.mesh import put
-from tessera.runtime.choosing import Pending, count_reads, fail, hand_out, pick, warm_choices
+from tessera.runtime.choosing import Pending, count_reads, counts_of, fail, hand_out, pick, warm_choices
 from tessera.runtime.last_tokens import LastTokens
 from tessera.runtime.requests import Event, Held, Ticket
-from tessera.runtime.sampling import Choice, Method, seen_tokens
+from tessera.runtime.sampling import Choice, Method
 from tessera.runtime.step import Prefill, Session, require_room
 from tessera.sparse.contract import Reads
 
@@ -132,7 +131,7 @@ class Lane:
             position[ticket.row], flags[ticket.row] = ticket.answer.prompt_tokens + ticket.chosen - 1, True
         scores, reads = self.session.decode(self._last.token, position, flags)
         joined = [ticket if ticket is not None and ticket.chosen else None for ticket in self.slots]
-        choice = pick(scores, self._last.seen, joined)
+        choice = pick(scores, self._last.counts, joined)
         self._last.set(choice)
         self._note(choice, reads, [(ticket.row, ticket) for ticket in alive])
 
@@ -147,15 +146,13 @@ class Lane:
         if not run.done:
             return
         self._joining = None
-        prompts = [ticket.request.prompt for ticket in tickets]
-        penalised = any(ticket.request.sampling.method.penalised for ticket in tickets)
-        seen = put(seen_tokens(prompts, self.session.config.vocab_size), self.session.mesh) if penalised else None
-        choice = pick(run.scores(), seen, tickets)
+        counts = counts_of(tickets, self.session.config.vocab_size, self.session.mesh)
+        choice = pick(run.scores(), counts, tickets)
         if run.session is self.session:
             self._last.set(choice)
         else:
             self.session.put(tickets[0].row, run.session)
-            self._last.place(tickets[0].row, choice.token, choice.seen)
+            self._last.place(tickets[0].row, choice.token, choice.counts)
         for ticket in tickets:
             self._kept[ticket.row] = ticket.request.prompt[: self.session.num_keys - 1]
         self._note(choice, run.reads, list(enumerate(tickets)))

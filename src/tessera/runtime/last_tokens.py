@@ -1,4 +1,4 @@
-"""The last token of every row of a lane, and masks of the tokens in the rows' prompts and answers, on the device."""
+"""The last token of every row of a lane, and counts of the tokens in the rows' prompts and answers, on the device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from tessera.core.mesh import keep, program, put
 from tessera.runtime.sampling import Choice, Method
@@ -22,45 +22,47 @@ class LastTokens:
 
     Attributes:
         token: last token of every row.
-        seen: mask [rows,V] of the tokens in each row's prompt and answer; None until a request with a penalty needs it.
+        counts: `token_counts` of every row, [rows,V]; None until a request with a penalty needs it.
     """
 
     def __init__(self, rows: int, vocab_size: int, mesh: Mesh | None):
         self.mesh, self.vocab_size = mesh, vocab_size
         self.token = put(np.zeros(rows, np.int32), mesh)
-        self.seen: Array | None = None
+        self.counts: Array | None = None
 
     def set(self, choice: Choice) -> None:
         """Replace all rows."""
-        self.token, self.seen = choice.token, choice.seen
+        self.token, self.counts = choice.token, choice.counts
 
-    def place(self, row: int, token: Int32[Array, "1"], seen: Bool[Array, "1 V"] | None) -> None:
+    def place(self, row: int, token: Int32[Array, "1"], counts: Int32[Array, "1 V"] | None) -> None:
         """Replace one row."""
         self.token = set_row(self.token, token, np.int32(row))
-        if seen is not None:
-            if self.seen is None:
-                self.seen = put(np.zeros((len(self.token), self.vocab_size), bool), self.mesh)
-            self.seen = set_row(self.seen, seen, np.int32(row))
+        if counts is not None:
+            if self.counts is None:
+                self.counts = put(np.zeros((len(self.token), self.vocab_size), np.int32), self.mesh)
+            self.counts = set_row(self.counts, counts, np.int32(row))
 
-    def take(self, rows: Int32[np.ndarray, "B"], *, seen: bool) -> tuple[Int32[Array, "B"], Bool[Array, "B V"] | None]:
-        """Return the last tokens of `rows`, and the rows' masks of seen tokens, which are None if `seen` is false.
+    def take(
+        self, rows: Int32[np.ndarray, "B"], *, counts: bool
+    ) -> tuple[Int32[Array, "B"], Int32[Array, "B V"] | None]:
+        """Return the last tokens of `rows`, and the rows' token counts, which are None if `counts` is false.
 
         An index past the last row is padding.
         """
-        return take_rows(self.token, rows), take_rows(self.seen, rows) if seen else None
+        return take_rows(self.token, rows), take_rows(self.counts, rows) if counts else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
         """Replace some rows; an index past the last row is padding."""
         self.token = set_rows(self.token, choice.token, rows)
-        if choice.seen is not None:
-            self.seen = set_rows(self.seen, choice.seen, rows)
+        if choice.counts is not None:
+            self.counts = set_rows(self.counts, choice.counts, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
         """Run every program once; return the number of programs. `take` and `update` run for each size in `batches`."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):
-            arrays.append(np.zeros((rows, self.vocab_size), bool))
+            arrays.append(np.zeros((rows, self.vocab_size), np.int32))
         for array in arrays:
             whole = put(array, self.mesh)
             jax.block_until_ready(set_row(whole, put(array[:1], self.mesh), np.int32(0)))

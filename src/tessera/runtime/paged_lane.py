@@ -21,13 +21,13 @@ import numpy as np
 from tessera.core.mesh import put
 from tessera.core.shapes import ceil_div
 from tessera.models.pages import OutOfPages
-from tessera.runtime.choosing import Pending, fail, hand_out, pick, warm_choices
+from tessera.runtime.choosing import Pending, counts_of, fail, hand_out, pick, warm_choices
 from tessera.runtime.last_tokens import LastTokens
 from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Pool
 from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
-from tessera.runtime.sampling import Method, seen_tokens
+from tessera.runtime.sampling import Method
 from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
 from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy
@@ -291,10 +291,10 @@ class PagedLane:
         index = np.full(batch, len(self.slots), np.int32)  # padding
         index[: len(rows)] = [row.ticket.row for row in rows]
         tickets = [*(row.ticket for row in rows), *[None] * (batch - len(rows))]
-        token, seen = self._last.take(index, seen=any(row.ticket.request.sampling.method.penalised for row in rows))
+        token, counts = self._last.take(index, counts=any(row.ticket.request.method.penalised for row in rows))
         positions = [row.num_keys - 1 for row in rows]
         scores, reads = self.pool.decode(policy, token, positions, [row.pages for row in rows])
-        choice = pick(scores, seen, tickets)
+        choice = pick(scores, counts, tickets)
         self._last.update(index, choice)
         self._did[1].extend(row.num_keys for row in rows)
         self._note(Pending(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)]), self.lag)
@@ -366,12 +366,10 @@ class PagedLane:
 
     def _begin(self, row: Row, last: jax.Array) -> None:
         """Choose the first token of an answer from `last`, the hidden state [1,D] of the prompt's last token."""
-        ticket, vocab_size, mesh = row.ticket, self.pool.config.vocab_size, self.pool.mesh
-        seen = None
-        if ticket.request.sampling.method.penalised:
-            seen = put(seen_tokens([ticket.request.prompt], vocab_size), mesh)
-        choice = pick(self.pool.scores(last), seen, [ticket])
-        self._last.place(ticket.row, choice.token, choice.seen)
+        ticket = row.ticket
+        counts = counts_of([ticket], self.pool.config.vocab_size, self.pool.mesh)
+        choice = pick(self.pool.scores(last), counts, [ticket])
+        self._last.place(ticket.row, choice.token, choice.counts)
         self._note(Pending(choice, list(row.reads.values()), [(0, ticket)]), max(1, self.lag))
         row.reads = {}
 
@@ -422,10 +420,8 @@ class PagedLane:
         self.pool.restore(row.pages[row.shared :], row.saved)
         row.saved = None
         row.goal = 0
-        seen = None
-        if ticket.request.sampling.method.penalised:
-            seen = put(seen_tokens([[*ticket.request.prompt, *tokens]], self.pool.config.vocab_size), self.pool.mesh)
-        self._last.place(ticket.row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), seen)
+        counts = counts_of([ticket], self.pool.config.vocab_size, self.pool.mesh)
+        self._last.place(ticket.row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), counts)
 
     def _note(self, found: Pending, lag: int) -> None:
         for _, ticket in found.rows:

@@ -1,4 +1,4 @@
-"""Choose the next token: repetition penalty, temperature, top-k, top-p and min-p, in this order, as in transformers.
+"""Choose the next token: penalties, temperature, top-k, top-p and min-p, in this order, as in transformers and vLLM.
 
 Top-k, top-p and min-p each keep the tokens above some score, so together they are one threshold on z = penalised
 logits / temperature. All ties at the threshold are kept (transformers drops some of them in top-p, by sort order).
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int32, UInt32
+from jaxtyping import Float, Int32, UInt32
 
 from tessera.core.mesh import keep, program
 from tessera.runtime.limits import RANKS
@@ -25,8 +25,8 @@ class Method:
     """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws.
 
     `draw` draws a token instead of taking the best one, `filtered` applies top-k, top-p and min-p, and `penalised`
-    applies the repetition penalty. `extra` adds a bias to the logits and returns the best tokens: one flag for both,
-    because each flag doubles the number of programs that a server compiles.
+    applies the repetition, frequency and presence penalties. `extra` adds a bias to the logits and returns the best
+    tokens. Steps share a flag because each flag doubles the number of programs that a server compiles.
     """
 
     draw: bool = False
@@ -46,7 +46,15 @@ GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 COLDEST = 1e-6
 """Minimum temperature above 0; a lower one counts as 0. Divided by much less, float32 logits become infinite."""
 KINDS = MappingProxyType(
-    {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+    {
+        "temperature": float,
+        "top_k": int,
+        "top_p": float,
+        "min_p": float,
+        "repetition_penalty": float,
+        "frequency_penalty": float,
+        "presence_penalty": float,
+    }
 )
 """Parameter of `Sampling` -> type of its value."""
 
@@ -56,7 +64,7 @@ class Sampling:
     """Checked sampling parameters; see Model.generate. The values are not static under jit.
 
     These values switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0,
-    repetition_penalty 1.
+    repetition_penalty 1, frequency_penalty 0, presence_penalty 0.
     """
 
     temperature: float = 0.0
@@ -64,6 +72,8 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self):
         if not (isfinite(self.temperature) and self.temperature >= 0):
@@ -76,6 +86,9 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 has no effect")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= (value := getattr(self, name)) <= 2:
+                raise ValueError(f"{name}={value} must be between -2 and 2; 0 has no effect")
         for name, kind in KINDS.items():  # arrays are not hashable, and caches have these values as keys
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind(value))
@@ -88,7 +101,8 @@ class Sampling:
         draw = self.temperature > 0
         # greedy decoding needs no filter: every filter keeps the best token
         filters = bool(self.top_k) or self.top_p not in (None, 1) or bool(self.min_p)
-        return Method(draw=draw, filtered=draw and filters, penalised=self.repetition_penalty != 1.0)
+        penalised = self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+        return Method(draw=draw, filtered=draw and filters, penalised=penalised)
 
     def values(self, vocab_size: int) -> "Values":
         """Return the parameters as NumPy scalars; a parameter that is not set gets the value that has no effect."""
@@ -97,7 +111,9 @@ class Sampling:
             top_k=np.int32(vocab_size if not self.top_k else min(self.top_k, vocab_size)),
             top_p=np.float32(1.0 if self.top_p is None else self.top_p),
             min_p=np.float32(0.0 if self.min_p is None else self.min_p),
-            penalty=np.float32(self.repetition_penalty),
+            repetition=np.float32(self.repetition_penalty),
+            frequency=np.float32(self.frequency_penalty),
+            presence=np.float32(self.presence_penalty),
         )
 
 
@@ -108,7 +124,9 @@ class Values(NamedTuple):
     top_k: Int32[np.ndarray, "#B"]
     top_p: Float[np.ndarray, "#B"]
     min_p: Float[np.ndarray, "#B"]
-    penalty: Float[np.ndarray, "#B"]
+    repetition: Float[np.ndarray, "#B"]
+    frequency: Float[np.ndarray, "#B"]
+    presence: Float[np.ndarray, "#B"]
 
 
 class Choice(NamedTuple):
@@ -116,21 +134,21 @@ class Choice(NamedTuple):
 
     Attributes:
         token: the chosen ids.
-        logprob: ln of each chosen token's probability under softmax(logits), before penalty, temperature and filters.
-        seen: mask of the tokens in prompt and answer so far; None unless `method.penalised`.
+        logprob: ln of each chosen token's probability under softmax(logits), before penalties, temperature and filters.
+        counts: `token_counts` with the chosen tokens included; None unless `method.penalised`.
         ranks: the RANKS most probable tokens, best first, each with its `logprob`; None unless `method.extra`.
     """
 
     token: Int32[Array, "B"]
     logprob: Float[Array, "B"]
-    seen: Bool[Array, "B V"] | None
+    counts: Int32[Array, "B V"] | None
     ranks: tuple[Int32[Array, "B R"], Float[Array, "B R"]] | None = None
 
 
 @program(static_argnames="method")
 def choose(
     logits_BV: Float[Array, "B V"],
-    seen_BV: Bool[Array, "B V"] | None,
+    counts_BV: Int32[Array, "B V"] | None,
     seeds_B: UInt32[Array, "B"],
     step: Int32[Array, "#B"],
     values: Values,
@@ -147,7 +165,7 @@ def choose(
     """
     logits_BV = keep(logits_BV)  # gathered once: sorting a split vocabulary would gather it again and again
     z_BV = logits_BV + bias_BV if method.extra else logits_BV
-    z_BV = distribution(z_BV, seen_BV, values, method=method)
+    z_BV = distribution(z_BV, counts_BV, values, method=method)
     token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
     if method.draw:
         keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(
@@ -162,19 +180,21 @@ def choose(
         best, ids = jax.lax.top_k(logits_BV, min(RANKS, logits_BV.shape[-1]))
         ranks = ids, best - total_B[:, None]
     if method.penalised:
-        seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True)
-    return keep(Choice(token_B, chosen - total_B, seen_BV, ranks))
+        counts_BV = counts_BV.at[jnp.arange(token_B.shape[0]), token_B].add(2)
+    return keep(Choice(token_B, chosen - total_B, counts_BV, ranks))
 
 
 def distribution(
-    logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"] | None, values: Values, *, method: Method
+    logits_BV: Float[Array, "B V"], counts_BV: Int32[Array, "B V"] | None, values: Values, *, method: Method
 ) -> Float[Array, "B V"]:
     """Return the scores to sample from: penalised, divided by the temperature, -inf where filtered out."""
     z_BV = logits_BV
     values = Values(*(jnp.broadcast_to(value, z_BV.shape[:1])[:, None] for value in values))
     if method.penalised:
-        penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
-        z_BV = jnp.where(seen_BV, penalised, z_BV)
+        penalised = jnp.where(z_BV < 0, z_BV * values.repetition, z_BV / values.repetition)
+        z_BV = jnp.where(counts_BV > 0, penalised, z_BV)
+        answered_BV = counts_BV // 2  # the prompt's tokens do not count for these two
+        z_BV -= values.frequency * answered_BV + values.presence * (answered_BV > 0)
     if method.draw:
         z_BV = z_BV / jnp.where(values.temperature > 0, values.temperature, 1)
     if method.filtered:
@@ -195,12 +215,18 @@ def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B 1"]:
     return jnp.maximum(jnp.maximum(kth_B1, nucleus_B1), relative_B1)
 
 
-def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "B V"]:
-    """Return a mask of the tokens that each prompt contains."""
-    seen = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(seen, prompts):
-        row[np.asarray(prompt)] = True
-    return seen
+def token_counts(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], vocab_size: int
+) -> Int32[np.ndarray, "B V"]:
+    """Return twice the number of times that each token is in the answer, plus 1 if it is in the prompt.
+
+    One array for both, because the repetition penalty needs only whether a token is in either.
+    """
+    counts = np.zeros((len(prompts), vocab_size), np.int32)
+    for row, prompt, answer in zip(counts, prompts, answers, strict=True):
+        row[np.asarray(prompt)] = 1
+        np.add.at(row, np.asarray(answer, np.int32), 2)
+    return counts
 
 
 def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:
