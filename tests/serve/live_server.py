@@ -21,11 +21,11 @@ KEY = "a-secret"
 class Running:
     """A server on a thread of this process."""
 
-    def __init__(self, model, service, keys=()):
+    def __init__(self, model, service, keys=(), context=CONTEXT):
         self.service = service
         grammars = warm.grammars_for(model)
-        named = {"model": model, "name": "tiny", "service": service, "context": CONTEXT, "grammars": grammars}
-        self.site = Site(**named, bodies=Bodies(CONTEXT))
+        named = {"model": model, "name": "tiny", "service": service, "context": context, "grammars": grammars}
+        self.site = Site(**named, bodies=Bodies(context))
         self.socket = server.listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,6 +60,6 @@ def tiny_model(folder):
     return load(save_tiny(folder, replace(CONFIG, max_positions=CONTEXT)), attention="kascade")
 
 
-def start(model, keys=()):
+def start(model, keys=(), context=CONTEXT):
     """Serve the model with two rows."""
-    return Running(model, warm.start(model, context=CONTEXT, slots=2, queue=16), keys=keys)
+    return Running(model, warm.start(model, context=context, slots=2, queue=16), keys=keys, context=context)

@@ -716,4 +716,4 @@ def test_a_pin_has_the_tokens_that_a_request_with_its_text_has(model, tmp_path):
     (tmp_path / "chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     text, chat = warm.pinned(model, [tmp_path / "marked.txt", tmp_path / "chat.json"], CONTEXT, 64)
     assert text == model.tokenizer.encode("one\r\n" * 20)
-    assert chat == model.tokenizer.encode_chat([{"role": "user", "content": "one " + "two " * 20}])
+    assert chat == model.tokenizer.encode_chat([{"role": "user", "content": "one \n" + "two " * 20}])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -10,14 +11,16 @@ import pytest
 from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
-from tessera.models.tokenizer import BYTE_TEMPLATE
+from tessera.models.tokenizer import BYTE_TEMPLATE, byte_tokenizer
 from tessera.serve import warm
 from tessera.serve.app import create
 from tessera.serve.bodies import Bodies
+from tessera.serve.calls import schemas, split
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 from tessera.serve.site import Site
-from tessera.serve.tools import Speech, call_schema, safe_end, split, taught
+from tessera.serve.speech import THOUGHTS, Speech
+from tessera.serve.tools import call_schema, conversation
 
 ADD = {
     "type": "function",
@@ -37,6 +40,22 @@ STOP = {
     "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}},
 }
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+SUM = ("add", {"a": 1, "b": 2})
+TOOLS = dict(schemas([ADD, STOP]))
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+XML = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+2
+</parameter>
+</function>
+</tool_call>"""
 
 
 def names(calls):
@@ -47,77 +66,229 @@ def names(calls):
     ("text", "plain", "calls"),
     [
         ("no call", "no call", []),
-        (CALL, "", [("add", {"a": 1, "b": 2})]),
+        (CALL, "", [SUM]),
+        (f"Let me see. {CALL}\n{CALL.replace('1', '7')}", "Let me see.", [SUM, ("add", {"a": 7, "b": 2})]),
+        (CALL.replace("arguments", "parameters"), "", [SUM]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [SUM]),
         (
-            f"Let me see. {CALL}\n{CALL.replace('1', '7')}",
-            "Let me see.",
-            [("add", {"a": 1, "b": 2}), ("add", {"a": 7, "b": 2})],
-        ),
-        ("<tool_call>not json</tool_call> end", "<tool_call>not json</tool_call> end", []),
-        (CALL[:-12], CALL[:-12], []),
-        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
-        (
-            '<tool_call>{"name": "x", "arguments": "y"}</tool_call>',
-            '<tool_call>{"name": "x", "arguments": "y"}</tool_call>',
-            [],
-        ),
-        (f"<tool_call>{CALL}", "<tool_call>", [("add", {"a": 1, "b": 2})]),
-        (
-            '<tool_call>{"name": "x\\ud83d", "arguments": {"\\ud83d": "é\\udfff\\ud83d\\ude00"}}</tool_call>',
+            '<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>',
             "",
-            [("x\\ud83d", {"\ud83d": "é\udfff😀"})],
+            [("x", {"a": "</tool_call>"})],
         ),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "<tool_call>" + "[" * 100_000 + "</tool_call>", []),
+        ('<tool_call>{"name": "x", "arguments": {"a": "two\nlines"}}</tool_call>', "", [("x", {"a": "two\nlines"})]),
+        ('<tool_call>{"type": "function", "function": {"name": "stop", "arguments": null}}', "", [("stop", {})]),
+        (CALL[:-12], "", [SUM]),  # no end mark
+        (CALL[:-12] + "}\n</tool_call> Done.", "Done.", [SUM]),  # one brace too many
+        ('<tool_call>[{"name": "stop", "arguments": {}}]</tool_call>', "", [("stop", {})]),
+        ('<tool_call>{"name": "stop"}</tool_call>', "", [("stop", {})]),
+        (XML, "", [SUM]),
+        ('<function=add>{"a": 1, "b": 2}</function>', "", [SUM]),
+        ('{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [SUM]),
+        (
+            '{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "stop", "parameters": {}}',
+            "",
+            [SUM, ("stop", {})],
+        ),
+        ('<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [SUM]),
+        ("<|python_tag|>add.call(a=1, b=2)", "", [SUM]),
+        ("[add(a=1, b=2), stop()]", "", [SUM, ("stop", {})]),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]', "", [SUM]),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]stop{}', "", [SUM, ("stop", {})]),
+        ('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}', "", [SUM]),
+        (f"First. {DEEPSEEK}", "First.", [SUM]),
+        (DEEPSEEK.replace("function<｜tool▁sep｜>add\n```json\n", "add<｜tool▁sep｜>").replace("\n```", ""), "", [SUM]),
+        ('```json\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n```', "", [SUM]),
     ],
 )
-def test_calls_are_found_and_all_else_stays_text(text, plain, calls):
-    found, made = split(text, forced=False)
+def test_calls_are_found_in_every_familys_form(text, plain, calls):
+    found, made = split(text, TOOLS)
     assert (found, names(made)) == (plain, calls)
-    json.dumps(made, ensure_ascii=False).encode()  # fails for a lone surrogate
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call["id"]) for call in made)  # Mistral's templates take no other ids
     assert len({call["id"] for call in made}) == len(made)
 
 
-@pytest.mark.parametrize("text", ["plain <tool", f"before {CALL} after", "a < b <tool_call> c", "<<tool_call", "x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>not json</tool_call> end",
+        CALL[:-14],  # cut by max_tokens: the arguments may be incomplete
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "x", "arguments": "y"}</tool_call>',
+        '<tool_call>{"name": "x", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "add"}</tool_call>',  # add requires arguments
+        '<tool_call>{"name": "add", "args": {"a": 1, "b": 2}}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        '{"name": "bob", "arguments": {}}',  # no such tool: an answer in JSON
+        '{"name": "add"}',
+        "[1, 2]",
+        "[add(1, 2)]",
+        '```json\n{"name": "bob"}\n```',
+        "<|python_tag|>print(1)",
+        "[TOOL_CALLS] none",
+        "<｜tool▁calls▁begin｜>none",
+    ],
+)
+def test_all_else_stays_text(text):
+    assert split(text, TOOLS) == (text, [])
+
+
+def test_lone_surrogates_in_calls_have_bytes():
+    text = '<tool_call>{"name": "x\\ud83d", "arguments": {"\\ud83d": "é\\udfff\\ud83d\\ude00"}}</tool_call>'
+    plain, made = split(text, {})
+    assert (plain, names(made)) == ("", [("x\\ud83d", {"\ud83d": "é\udfff😀"})])
+    json.dumps(made, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("plain <tool", f"before {CALL} after", "a < b <tool_call> c", "<<tool_call", "x", XML, DEEPSEEK, " [1, 2] x"),
+        *('{"name": "add", "parameters": {"a": 1, "b": 2}}', '{"name": "bob"}', "[add(a=1, b=2)]", "[TOOL_", "``` x"),
+        *(
+            '```json\n{"name": "stop", "arguments": {}}\n```',
+            "```python\nprint({})\n```\nso",
+            "<|python_tag|>stop.call()",
+        ),
+        *(
+            f"<think>\na {CALL} b\n</think>\n\nyes {CALL}",
+            "<think>\n a",
+            "<think></think>",
+            "<thin air",
+            " <think>a</thi",
+        ),
+    ],
+)
 def test_a_stream_shows_no_part_of_a_call_and_loses_nothing(text):
     rng = random.Random(len(text))
+    whole, expected = Speech(TOOLS, thoughts=THOUGHTS).whole(text)
     for _ in range(20):
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(5))
-        speech, shown = Speech(offered=True), ""
+        speech, shown = Speech(TOOLS, thoughts=THOUGHTS), []
         for start, end in zip([0, *cuts], [*cuts, len(text)]):
-            shown += speech.push(text[start:end])
-            assert "<tool_call>" not in shown
-        rest, calls = speech.finish(text)
-        plain, expected = split(text, forced=False)
-        assert "".join((shown + rest).split()) == "".join(plain.split())
+            shown.append(speech.push(text[start:end]))
+        rest, calls = speech.finish()
+        reasoning, plain = ("".join(parts) for parts in zip(*shown, rest))
+        assert reasoning == whole.reasoning
+        assert "".join(plain.split()) == "".join(whole.text.split())
         assert names(calls) == names(expected)
+        assert not expected or "arguments" not in "".join(said.text for said in shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "reasoning", "plain"),
+    [
+        (f"<think>\nTry {CALL}?\n</think>\n\nNo.", None, f"Try {CALL}?", "No."),
+        ("hm\n</think>\n\nYes.", THOUGHTS[0], "hm", "Yes."),  # the prompt ends with <think>
+        ("\nhm", THOUGHTS[0], "hm", ""),
+        ("[THINK]hm[/THINK]Yes.", None, "hm", "Yes."),
+        ("Use <think> and </think>.", None, "", "Use <think> and </think>."),
+    ],
+)
+def test_reasoning_is_split_off_and_holds_no_calls(text, thinking, reasoning, plain):
+    said, calls = Speech(TOOLS, thoughts=THOUGHTS, thinking=thinking).whole(text)
+    assert (said.reasoning, said.text, calls) == (reasoning, plain, [])
+    assert Speech(TOOLS).whole("<think>a</think>")[0].text == "<think>a</think>"  # of a model without such marks
 
 
 def test_one_call_counts_if_the_client_wants_no_parallel_ones():
-    assert len(Speech(offered=True).finish(CALL + CALL)[1]) == 2
-    assert len(Speech(offered=True, single=True).finish(CALL + CALL)[1]) == 1
+    assert len(Speech(TOOLS).whole(CALL + CALL)[1]) == 2
+    assert len(Speech(TOOLS, single=True).whole(CALL + CALL)[1]) == 1
 
 
-def test_text_before_a_mark_is_shown_at_once():
-    assert [safe_end(text) for text in ("abc", "abc<", "abc<tool_call", "abc<tool_call>d", "a<b")] == [3, 3, 3, 3, 3]
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        *(("abc", "abc"), ("abc<", "abc"), ("abc<tool_call", "abc"), ("abc<tool_call>d", "abc"), ("a<b", "a<b")),
+        *(("{", ""), ('{"na', ""), ('{"x"', '{"x"'), ("[", ""), ("[ad", ""), ("[1", "[1"), ("``", ""), ("```js", "")),
+        ("```py", "```py"),
+    ],
+)
+def test_text_that_is_no_call_is_shown_at_once(text, shown):
+    assert Speech(TOOLS).push(text).text == shown
+
+
+# --- the form in which a template takes a history
+
+QUESTION = {"role": "user", "content": "1 + 2?"}
+ASKED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "call_0001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}},
+        {"id": "call_0002", "type": "function", "function": {"name": "stop", "arguments": ""}},
+    ],
+}
+RESULTS = [{"role": "tool", "tool_call_id": f"call_000{index}", "content": f"result {index}"} for index in (1, 2)]
+CALLS = "{% for m in messages %}[{{ m.role }}{% if m.content is not none %}:{{ m.content }}{% endif %}"
+IDS = "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+OBJECTS = "({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}]{% endfor %}"
+TEXTS = "({{ c.function.name }} {{ '' + c.function.arguments }}){% endfor %}]{% endfor %}"
+EACH = "{% for c in m.tool_calls or [] %}"
+ALONE = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+SILENT = "{% for c in (m.tool_calls or [] if m.content is none else []) %}"
+JOINED = "{% for m in messages %}[{{ m.role + m.content }}" + EACH
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CALLS + EACH + OBJECTS, '[assistant(add {"a": 1, "b": 2})(stop {})][tool:result 1][tool:result 2]'),
+        (CALLS + EACH + TEXTS, '[assistant(add {"a": 1, "b": 2})(stop {})][tool:result 1][tool:result 2]'),
+        (CALLS + IDS + OBJECTS, '[assistant(add {"a": 1, "b": 2})(stop {})][tool:result 1][tool:result 2]'),
+        (
+            CALLS + ALONE + EACH + OBJECTS,
+            '[assistant(add {"a": 1, "b": 2})][tool:result 1][assistant(stop {})][tool:result 2]',
+        ),
+        (JOINED + OBJECTS, '[assistant(add {"a": 1, "b": 2})(stop {})][toolresult 1][toolresult 2]'),
+        (
+            "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}",
+            '[assistant:<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+            '<tool_call>{"name": "stop", "arguments": {}}</tool_call>][user:result 1][user:result 2]',
+        ),
+    ],
+)  # fmt: skip
+def test_a_history_gets_the_form_that_its_template_takes(template, expected):
+    tokenizer = replace(byte_tokenizer(), chat_template=template)
+    shown = tokenizer.render_chat(**conversation(tokenizer, [QUESTION, ASKED, *RESULTS], []))
+    assert shown.partition("]")[2] == expected
+    assert shown.startswith("[user")
+
+
+def test_a_call_that_a_template_would_lose_is_split_off_its_text():
+    tokenizer = replace(byte_tokenizer(), chat_template=CALLS + SILENT + TEXTS)
+    messages = [QUESTION, ASKED | {"content": "Let me see."}, *RESULTS]
+    shown = tokenizer.render_chat(**conversation(tokenizer, messages, []))
+    assert "[assistant:Let me see.][assistant(add" in shown
+    shown = tokenizer.render_chat(**conversation(tokenizer, [QUESTION, ASKED | {"content": ""}, *RESULTS], []))
+    assert "?][assistant(add" in shown
+
+
+def test_results_get_names_and_ids_that_fit_their_calls():
+    tokenizer = replace(byte_tokenizer(), chat_template=CALLS + IDS + OBJECTS)
+    first, second = ASKED["tool_calls"]
+    asked = ASKED | {"tool_calls": [first, {**second, "id": None}]}
+    results = [RESULTS[0], {"role": "tool", "content": "result 2"}]
+    found = conversation(tokenizer, [QUESTION, asked, *results], [])["messages"]
+    ids = [call["id"] for call in found[1]["tool_calls"]]
+    assert [(m["tool_call_id"], m["name"]) for m in found[2:]] == list(zip(ids, ("add", "stop")))
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in ids)
 
 
 def test_a_model_that_knows_no_tools_is_taught_them():
-    earlier = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    result = {"role": "tool", "content": "3"}
-    system, question, call, answer = taught([{"role": "user", "content": "1 + 2?"}, earlier, result], [ADD])
+    tokenizer = replace(
+        byte_tokenizer(), chat_template=BYTE_TEMPLATE.replace("message.role == 'user'", "message.role != 'assistant'")
+    )
+    system, question, call, answer, _ = conversation(tokenizer, [QUESTION, ASKED, *RESULTS], [ADD])["messages"]
     assert system["role"] == "system"
     assert "Add two numbers" in system["content"]
     assert question["content"] == "1 + 2?"
-    assert names(split(call["content"], forced=False)[1]) == [("add", {"a": 1})]
-    assert answer == {"role": "user", "content": "3"}
+    assert names(split(call["content"], TOOLS)[1]) == [SUM, ("stop", {})]
+    assert (answer["role"], answer["content"]) == ("user", "result 1")
 
 
 def test_a_model_is_taught_no_tools_if_none_are_offered():
-    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
-    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    found = taught([*messages, {"role": "tool", "content": "1"}], [])
-    assert [message["role"] for message in found] == ["user", "assistant", "user"]
-    assert names(split(found[1]["content"], forced=False)[1]) == [("add", {"a": 1})]
+    found = conversation(byte_tokenizer(), [QUESTION, ASKED, *RESULTS], [])["messages"]
+    assert [message["role"] for message in found] == ["user", "assistant", "user", "user"]
 
 
 def test_the_schema_of_a_call_is_of_the_named_tool():

@@ -19,6 +19,7 @@ from tessera.core.escapes import quoted
 from tessera.core.fields import check_fields, parse_json, read_json
 from tessera.core.files import replace_folder, write_text
 from tessera.models.chat_template import Renderer
+from tessera.models.template_traits import Traits, traits_of
 from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -32,6 +33,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MARK = "\ufdd0"
 """A Unicode noncharacter, which text should not contain. `_mark` inserts it into the names of special tokens in chat
 messages, so that the tokenizer does not recognise the names. It is removed before the text is tokenised."""
+CUT = "\ufdd1"
+"""Another noncharacter: where to cut a rendered conversation whose last message is to go on."""
 
 BYTE_SPECIALS = (
     "<|bos|>",
@@ -78,6 +81,7 @@ class Tokenizer:
     chat_template: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     _renderer: Renderer = field(default_factory=Renderer, init=False, repr=False, compare=False)
+    _traits: dict[bool, Traits] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -167,11 +171,18 @@ class Tokenizer:
         data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
         return self._renderer.render(self.chat_template, data, size)
 
+    def traits(self, *, offered: bool) -> Traits:
+        """Return what the chat template does with calls, in conversations that offer tools or in those that do not."""
+        if offered not in self._traits:
+            self._traits[offered] = traits_of(self.render_chat, offered=offered)
+        return self._traits[offered]
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         parse_special: bool = False,
         **variables: Any,
     ) -> list[int]:
@@ -179,16 +190,31 @@ class Tokenizer:
 
         Only the template can write special tokens. The name of a special token in a message or variable stays text, so
         that a message cannot end its own turn. With `parse_special`, the name becomes the token, as in transformers.
+        With `continue_final`, the tokens end inside the last message, which the model then goes on with.
+
+        Raises:
+            ValueError: as `render_chat` does, or the template does not write the last message, which is to go on.
         """
+        if continue_final:
+            *earlier, last = messages
+            messages = [*earlier, {**last, "content": (last["content"] or "") + CUT}]
         data = {**variables, "messages": messages}
         _plain_size(data)
         added = [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
         names = [token.content for token in added if len(token.content) > 1]
         # a normaliser may turn other characters into a special token's name
-        if not parse_special and (any(token.normalized for token in added) or _holds(data, names)):
-            text = self.render_chat(**_mark(data, names), add_generation_prompt=add_generation_prompt)
-            return _encode(self._literal_backend, text, add_special=False)
-        return self.encode(self.render_chat(**data, add_generation_prompt=add_generation_prompt), add_special=False)
+        literal = not parse_special and (any(token.normalized for token in added) or _holds(data, names))
+        text = self.render_chat(
+            **(_mark(data, names) if literal else data),
+            add_generation_prompt=add_generation_prompt and not continue_final,
+        )
+        if continue_final:
+            text, cut, _ = text.rpartition(CUT)
+            if not cut:
+                raise ValueError("the chat template does not write the last message: do not continue it")
+        return (
+            _encode(self._literal_backend, text, add_special=False) if literal else self.encode(text, add_special=False)
+        )
 
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:

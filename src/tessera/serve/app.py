@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +15,7 @@ from tessera.runtime.requests import Event
 from tessera.serve.asking import encode_prompt, guide_for, render, requests_of
 from tessera.serve.echo import put_prompts
 from tessera.serve.front import TENANT
+from tessera.serve.marks import shown_ids, speech_of
 from tessera.serve.page import page
 from tessera.serve.protocol import (
     ChatBody,
@@ -30,8 +32,8 @@ from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
 from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 from tessera.serve.site import JSONResponse, Site, check_model, refusal_response
+from tessera.serve.speech import Speech
 from tessera.serve.token_routes import add_tokens
-from tessera.serve.tools import Speech
 from tessera.serve.turns import in_turn, unless_gone
 
 
@@ -124,18 +126,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit the choices of a request and return the response, whole or as a stream."""
-    asked = requests_of(site, body, prompts, await guide_for(request, site, body), request.scope.get(TENANT, ""))
-    chat = isinstance(body, ChatBody)
-    logged, tools = body.ranks is not None, {}
-    if chat and body.offered:
-        tools = {"offered": True, "forced": body.forced, "single": body.parallel_tool_calls is False}
+    guide = await guide_for(request, site, body)
+    asked = requests_of(site, body, prompts, guide, request.scope.get(TENANT, ""))
+    chat, tokenizer, logged = isinstance(body, ChatBody), site.model.tokenizer, body.ranks is not None
+    if chat:
+        shown = shown_ids(tokenizer, body)
+        asked = [replace(one, shown=shown) for one in asked]
     answers = [
         Answer(
             index=index,
             prompt=index // body.n,
             policy=site.service.policy_of(one),
             prompt_tokens=len(one.prompt),
-            speech=Speech(**tools),
+            speech=speech_of(tokenizer, body, one.prompt, guided=guide is not None) if chat else Speech(),
             tokens=[] if logged else None,
         )
         for index, one in enumerate(asked)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tessera.serve.history import parsed
 from tessera.serve.schema import Refusal, Schema
 
 MAX_MESSAGES = 4096
@@ -14,8 +15,22 @@ MAX_TOOLS = 128
 class TextPart(Schema):
     """A part of a message's content; only text is supported."""
 
+    ignored = frozenset({"cache_control", "annotations"})
+
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Schema):
+    """A part of an earlier answer in which the model refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """Text of the part."""
+        return self.refusal
 
 
 class Function(Schema):
@@ -29,6 +44,8 @@ class Function(Schema):
 
 class Tool(Schema):
     """A tool; the only kind is a function."""
+
+    ignored = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: Function
@@ -48,53 +65,66 @@ class ToolChoice(Schema):
 
 
 class FunctionCall(Schema):
-    """The function of a tool call in an earlier answer; `arguments` is JSON text."""
+    """The function of a tool call in an earlier answer; `arguments` is JSON text, an object, or empty."""
+
+    ignored = frozenset({"parsed_arguments"})  # which OpenAI's client adds
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Schema):
     """A tool call in an earlier answer."""
 
-    id: str
-    type: Literal["function"]
+    ignored = frozenset({"index", "cache_control"})  # streams number the calls
+
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class Message(Schema):
-    """One message of a conversation."""
+    """One message of a conversation. Whatever the server answers is accepted when it comes back."""
+
+    ignored = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[TextPart | RefusalPart], Field(max_length=MAX_MESSAGES)] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
     @property
     def texts(self) -> list[str]:
-        """Content of the message, and the names and arguments of its tool calls."""
+        """Content of the message, its reasoning, and the names and arguments of its tool calls."""
         content = [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
         calls = [call.function for call in self.tool_calls or ()]
-        return content + [text for call in calls for text in (call.name, call.arguments)]
+        content += [self.refusal or "", self.reasoning_content or self.reasoning or ""]
+        return content + [text for call in calls for text in (call.name, _text(call.arguments))]
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read; OpenAI's role "developer" becomes "system"."""
-        if self.content is None and not self.tool_calls:
+        """Return the message as `tools.conversation` takes it; OpenAI's role "developer" becomes "system"."""
+        text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        text = self.refusal if text is None else text
+        if text is None and self.role in ("system", "developer", "user"):
             raise Refusal(400, f"a message of role {self.role} has no content: add some text", param="messages")
-        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {"type": "function", "function": {"name": call.function.name, "arguments": _json(call)}}
-                for call in self.tool_calls
-            ]
-        return found
+        found = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        found |= {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
+        found |= {"tool_call_id": self.tool_call_id, "tool_calls": [_plain(call) for call in self.tool_calls or ()]}
+        return {key: value for key, value in found.items() if key == "content" or value}
 
 
-def _json(call: ToolCall) -> Any:
+def _plain(call: ToolCall) -> dict[str, Any]:
     try:
-        return json.loads(call.function.arguments)
+        parsed(call.function.arguments)
     except (ValueError, RecursionError):
         said = f"the arguments of the tool call {call.function.name:.80} are not JSON: send JSON text"
         raise Refusal(400, said, param="messages") from None
+    return call.model_dump()
+
+
+def _text(arguments: str | dict[str, Any] | None) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})

@@ -8,7 +8,9 @@ from uuid import uuid4
 
 from tessera.runtime.answers import Generation
 from tessera.runtime.requests import Token
-from tessera.serve.tools import Speech
+from tessera.serve.speech import Said, Speech
+
+NOTHING = Said()
 
 
 class Reply:
@@ -34,17 +36,16 @@ class Reply:
         """Build the whole response. If no token probabilities are reported, `tokens` holds None for each answer."""
         choices = []
         for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
-            text, calls = speech.finish(generation.text)
-            message = {"role": "assistant", "content": None if calls and not text else text}
-            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
+            said, calls = speech.whole(generation.text)
             finish = "tool_calls" if calls else generation.finish_reason
-            choices.append({"index": index, **said, "logprobs": self._logprobs(own), "finish_reason": finish})
+            body = {"message": _message(said, calls)} if self.chat else {"text": said.text}
+            choices.append({"index": index, **body, "logprobs": self._logprobs(own), "finish_reason": finish})
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
     def piece(
         self,
         index: int,
-        text: str,
+        new: Said = NOTHING,
         *,
         finish: str | None = None,
         first: bool = False,
@@ -55,14 +56,15 @@ class Reply:
 
         Args:
             index: number of the choice.
-            text: new text; may be empty.
+            new: new reasoning and text; both may be empty.
             finish: reason why the choice ended; None if it goes on.
             first: whether to add the role, as in the first event of a chat.
             token: token whose probability is reported; None reports none.
             offset: number of characters of the choice's text before the token.
         """
-        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        said = {"delta": delta} if self.chat else {"text": text}
+        delta = ({"role": "assistant"} if first else {}) | ({"content": new.text} if new.text or first else {})
+        delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
+        said = {"delta": delta} if self.chat else {"text": new.text}
         logprobs = self._logprobs(None if token is None else [token], offset)
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
@@ -113,6 +115,13 @@ class Reply:
             return spelt.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+
+def _message(said: Said, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": None if calls and not said.text else said.text}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    return message | ({"tool_calls": list(calls)} if calls else {})
 
 
 def usage(

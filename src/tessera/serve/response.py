@@ -13,7 +13,7 @@ from tessera.serve.protocol import StreamOptions
 from tessera.serve.replies import Reply, usage, usage_so_far
 from tessera.serve.schema import Refusal
 from tessera.serve.service import Job
-from tessera.serve.tools import Speech
+from tessera.serve.speech import Speech
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ async def stream(
         if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
             begun = True
             for each in answers:
-                yield said(each, reply.piece(each.index, "", first=True))
+                yield said(each, reply.piece(each.index, first=True))
         if isinstance(event, Failure):
             yield _event(_failed(event).body())
             return
@@ -111,19 +111,17 @@ async def stream(
 def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
     """Yield the stream's events for one token, or for the end of an answer."""
     if isinstance(event, Token):
-        text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
-        if text or shown is not None:
-            yield reply.piece(answer.index, text, token=shown, offset=answer.characters)
+        said, shown = answer.speech.push(event.text), None if answer.tokens is None else event
+        if any(said) or shown is not None:
+            yield reply.piece(answer.index, said, token=shown, offset=answer.characters)
         answer.characters += len(event.text)
         return
-    calls: list[dict[str, Any]] = []
-    if answer.speech.offered:
-        rest, calls = answer.speech.finish(event.generation.text)
-        if rest:
-            yield reply.piece(answer.index, rest)
+    rest, calls = answer.speech.finish()
+    if any(rest):
+        yield reply.piece(answer.index, rest)
     if calls:
         yield reply.calls(answer.index, calls)
-    yield reply.piece(answer.index, "", finish="tool_calls" if calls else event.generation.finish_reason)
+    yield reply.piece(answer.index, finish="tool_calls" if calls else event.generation.finish_reason)
 
 
 def usage_of(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:

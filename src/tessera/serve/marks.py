@@ -1,0 +1,48 @@
+"""Choose, for a chat request, which marks in the answer mean reasoning and calls, and how the answer is split."""
+
+from collections.abc import Sequence
+
+from tessera.models.tokenizer import Tokenizer
+from tessera.serve.calls import SPECIAL, schemas
+from tessera.serve.protocol import ChatBody
+from tessera.serve.speech import THOUGHTS, Speech
+
+LAST = 16
+"""Number of tokens at the end of a prompt among which the mark that opens the reasoning is looked for."""
+
+
+def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int], *, guided: bool) -> Speech:
+    """Return the splitter of an answer.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        body: the request.
+        prompt: the conversation's tokens.
+        guided: whether a grammar holds from the answer's first token on. The answer then has neither reasoning nor
+            calls, unless the grammar makes it one call.
+    """
+    if guided or tokenizer is None:
+        return Speech(forced=guided and body.forced, tools=dict(schemas(body.offered)) if body.forced else None)
+    end = tokenizer.decode(prompt[-LAST:], skip_special=False).rstrip()
+    thoughts = thoughts_of(tokenizer)
+    return Speech(
+        dict(schemas(body.offered)),
+        single=body.parallel_tool_calls is False,
+        thoughts=thoughts,
+        thinking=next((pair for pair in thoughts if end.endswith(pair[0])), None),
+    )
+
+
+def thoughts_of(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of marks around the model's reasoning: those that its template or its vocabulary has."""
+    template = tokenizer.chat_template or ""
+    return tuple(pair for pair in THOUGHTS if pair[1] in template or tokenizer.backend.token_to_id(pair[0]) is not None)
+
+
+def shown_ids(tokenizer: Tokenizer | None, body: ChatBody) -> frozenset[int]:
+    """Return the ids of the special tokens whose names must stay in the answer's text, so that it can be split."""
+    if tokenizer is None:
+        return frozenset()
+    wanted = {mark for pair in thoughts_of(tokenizer) for mark in pair} | (SPECIAL if body.offered else frozenset())
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return frozenset(id for id, token in added.items() if token.special and token.content in wanted)
