@@ -32,14 +32,12 @@ class Family:
         text_arguments: whether arguments are JSON text rather than an object.
         null_content: whether calls are written only if the content is None; text then needs a message for itself.
         single: whether a message has one call at most.
-        no_tools: the value of `tools` that means none.
     """
 
     specials: dict[str, str]
     text_arguments: bool = False
     null_content: bool = False
     single: bool = False
-    no_tools: list | None = None
 
 
 def specials(eos: str, bos: str | None = None) -> dict[str, str]:
@@ -56,7 +54,7 @@ FAMILIES = {
     "deepseek_r1_distill": Family(
         specials("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"), text_arguments=True, null_content=True
     ),
-    "functionary31": Family(specials("<|eot_id|>", "<|begin_of_text|>"), text_arguments=True, no_tools=[]),
+    "functionary31": Family(specials("<|eot_id|>", "<|begin_of_text|>"), text_arguments=True),
 }
 
 
@@ -118,6 +116,7 @@ REQUESTS = {
     "one": {"messages": ONE, "tools": ONLY},
     "text": {"messages": [QUESTION, says("Let me look.", PARIS), result(A, "18 °C")], "tools": ONLY},
     "several": {"messages": SEVERAL, "tools": BOTH},
+    "swapped": {"messages": [SEVERAL[0], says(None, TIME, ROME), *SEVERAL[2:]], "tools": BOTH},
     "rounds": {"messages": [*ONE, says("It is 18 °C."), *SEVERAL, says("It is 24 °C."), user("Thanks")], "tools": BOTH},
     "chain": {"messages": [*ONE, says(None, TIME), result(C, "9:41")], "tools": BOTH},
     "parts": {
@@ -200,7 +199,7 @@ def render(name: str, body: dict, variables: dict) -> str:
     """Return transformers' prompt for a request."""
     family = FAMILIES[name]
     given = {
-        "tools": body.get("tools", family.no_tools),
+        "tools": body.get("tools"),
         "chat_template": (FOLDER / f"{name}.jinja").read_text(encoding="utf-8"),
         "add_generation_prompt": True,
         **variables,
