@@ -8,6 +8,7 @@ import pytest
 from live_server import start
 from scripted import save_scripted
 
+from tessera.chat.remote import RemoteChat
 from tessera.generate import load
 
 ADD = {
@@ -162,6 +163,16 @@ def test_probabilities_of_a_streamed_call_lose_no_token(running):
 def test_answers_of_other_servers_are_accepted(running, extra, content):
     history = [{"role": "user", "content": "t"}, {"role": "assistant", "content": content} | extra]
     assert ask(running, [*history, {"role": "user", "content": "t"}]).choices[0].message.content == "Just text < "
+
+
+def test_the_terminals_chat_shows_reasoning_and_sends_only_the_answer_back(running):
+    chat, shown = RemoteChat(f"{running.url}", options={"temperature": 0, "max_tokens": 60}), []
+    chat.connect(shown.append)
+    shown.clear()
+    chat.ask("1 + 2? h", shown.append)
+    assert "".join(shown).startswith("<think>\nShall I add?\n</think>\n\nLet me. ")
+    assert chat.messages[-1]["content"].startswith("Let me. ")
+    chat.close()
 
 
 def test_parts_are_joined_by_a_line_break(running):

@@ -243,7 +243,7 @@ JOINED = "{% for m in messages %}[{{ m.role + m.content }}" + EACH
         (
             "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}",
             '[assistant:<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-            '<tool_call>{"name": "stop", "arguments": {}}</tool_call>][user:result 1][user:result 2]',
+            '<tool_call>{"name": "stop", "arguments": {}}</tool_call>][user:result 1\nresult 2]',
         ),
     ],
 )  # fmt: skip
@@ -274,21 +274,25 @@ def test_results_get_names_and_ids_that_fit_their_calls():
     assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in ids)
 
 
+MUTE = replace(byte_tokenizer(), chat_template="{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}")
+"""Tokenizer of a model whose template writes messages, but neither tools nor calls."""
+
+
 def test_a_model_that_knows_no_tools_is_taught_them():
-    tokenizer = replace(
-        byte_tokenizer(), chat_template=BYTE_TEMPLATE.replace("message.role == 'user'", "message.role != 'assistant'")
-    )
-    system, question, call, answer, _ = conversation(tokenizer, [QUESTION, ASKED, *RESULTS], [ADD])["messages"]
+    system, question, call, answer = conversation(MUTE, [QUESTION, ASKED, *RESULTS], [ADD])["messages"]
     assert system["role"] == "system"
     assert "Add two numbers" in system["content"]
     assert question["content"] == "1 + 2?"
     assert names(split(call["content"], TOOLS)[1]) == [SUM, ("stop", {})]
-    assert (answer["role"], answer["content"]) == ("user", "result 1")
+    assert (answer["role"], answer["content"]) == ("user", "result 1\nresult 2")
+    first, *rest = conversation(byte_tokenizer(), [QUESTION, ASKED, *RESULTS], [ADD])["messages"]
+    assert first == {"role": "user", "content": f"{system['content']}\n\n1 + 2?"}  # the template has no system message
+    assert rest == [call, answer]
 
 
 def test_a_model_is_taught_no_tools_if_none_are_offered():
     found = conversation(byte_tokenizer(), [QUESTION, ASKED, *RESULTS], [])["messages"]
-    assert [message["role"] for message in found] == ["user", "assistant", "user", "user"]
+    assert [message["role"] for message in found] == ["user", "assistant", "user"]
 
 
 def test_the_schema_of_a_call_is_of_the_named_tool():

@@ -19,6 +19,8 @@ WAIT_S, READ_S = 1.0, 5.0
 """Seconds between two requests that ask whether the server is ready, and maximum seconds for an answer to them."""
 CONNECT_S, SILENT_S = 10.0, 600.0
 """Maximum seconds to connect, and to wait for the next byte: a server sends nothing while it reads a long prompt."""
+THOUGHT = ("<think>\n", "\n</think>\n\n")
+"""Marks that show where a model's reasoning begins and ends; a server sends it apart from the answer's text."""
 FULL = re.compile("context|shorten")
 """Words of a refusal that says that a conversation exceeds the model's context. Servers share no error code for it."""
 
@@ -153,18 +155,19 @@ class RemoteChat(Turns):
         dropped: int,
     ) -> RemoteReply:
         """Send `messages`, which are `whole` without its `dropped` oldest turns, and keep the answer."""
-        text, counts = "", {}
+        text, thought, counts = "", "", {}
         body = {"model": self.source, "messages": messages, "seed": (self.seed + attempts) % 2**32, "stream": True}
         body |= self.options | {"stream_options": {"include_usage": True}}
         request = self._client.stream("POST", "/v1/chat/completions", json=body)
         try:
             with self._errors(), interrupt.at_once(), request as response:  # Ctrl-C closes the connection
-                for piece, usage in self._pieces(response):
+                for piece, reasoning, usage in self._pieces(response):
                     counts = usage or counts
-                    if piece:
-                        text += piece
-                        if stream is not None:
-                            stream(piece)
+                    shown = (("" if thought else THOUGHT[0]) + reasoning) if reasoning else ""
+                    shown += (THOUGHT[1] if thought and not text else "") + piece if piece else ""
+                    text, thought = text + piece, thought + reasoning  # only the text is sent back
+                    if shown and stream is not None:
+                        stream(shown)
         except KeyboardInterrupt:
             self._keep(whole, text, attempts)  # with what was dropped, of which the user was not told
             raise Interrupted([]) from None
@@ -183,8 +186,8 @@ class RemoteChat(Turns):
             raise ValueError(f"the text is not UTF-8: it holds {held}: convert it to UTF-8") from error
         return messages
 
-    def _pieces(self, response: httpx2.Response) -> Iterator[tuple[str, Any]]:
-        """Yield the text and the token counts of each event of a stream.
+    def _pieces(self, response: httpx2.Response) -> Iterator[tuple[str, str, Any]]:
+        """Yield the text, the reasoning and the token counts of each event of a stream.
 
         Raises:
             ContextFull, ValueError: the server refuses the request, its stream ends early, or an event is not one of
@@ -208,14 +211,19 @@ class RemoteChat(Turns):
             raise ValueError(f"{self.url} broke off the answer ({_cause(error)}): ask again") from error
         raise ValueError(f"{self.url} closed the connection before the answer was complete: ask again")
 
-    def _piece(self, data: str) -> tuple[str, Any]:
-        """Return the text and the token counts of an event. Other servers leave out fields, or send null."""
+    def _piece(self, data: str) -> tuple[str, str, Any]:
+        """Return the text, the reasoning and the token counts of an event.
+
+        Other servers leave out fields, or send null.
+        """
         try:
             event = json.loads(data)
             failure = event.get("error")
             choice = (event.get("choices") or [{}])[0]
-            text = (choice.get("delta") or {}).get("content") or ""
-            text.encode()  # only text has this method, and it raises ValueError for half a character
+            delta = choice.get("delta") or {}
+            text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+            for part in (text, reasoning):
+                part.encode()  # only text has this method, and it raises ValueError for half a character
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{self.url} sent an event that is not one of OpenAI's API ({quoted(data, 200)}): correct --url"
@@ -223,7 +231,7 @@ class RemoteChat(Turns):
         if failure:
             said = failure.get("message", failure) if isinstance(failure, dict) else failure
             raise ValueError(f"{self.url}: {said}")
-        return text, event.get("usage")
+        return text, reasoning, event.get("usage")
 
     def _refusal(self, response: httpx2.Response) -> str:
         """Say why the server refused a request."""

@@ -38,6 +38,7 @@ class Traits:
     """What a chat template does with tools and calls.
 
     Attributes:
+        system: whether it takes a system message.
         tools: whether it describes the tools that a conversation offers.
         calls: whether it writes the calls of earlier answers and their results; the other attributes say how.
         null_content: whether a message with calls and without text must have the content null. If False, it must be "".
@@ -48,6 +49,7 @@ class Traits:
         written: what it wrote between a question and a result: a call of CALLED with the arguments {KEY: VALUE}.
     """
 
+    system: bool = True
     tools: bool = False
     calls: bool = False
     null_content: bool = True
@@ -81,7 +83,9 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
         except ValueError:
             return ""
 
-    described = offered and OFFERED in rendered([{"role": "user", "content": QUESTION}])
+    question = {"role": "user", "content": QUESTION}
+    described = offered and OFFERED in rendered([question])
+    system = TEXT in rendered([{"role": "system", "content": TEXT}, question])
     for null, text, short in product((True, False), (False, True), (False, True)):
         written = _written(rendered(list(_conversation(None if null else "", text, short))))
         if not written or (null and "None" in written):
@@ -89,6 +93,7 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
         several = rendered(list(_conversation(None if null else "", text, short, count=2)))
         beside = rendered(list(_conversation(TEXT, text, short)))
         return Traits(
+            system=system,
             tools=described,
             calls=True,
             null_content=null,
@@ -98,7 +103,7 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
             several=f"{CALLED}1" in several and f"{RESULT}1" in several,
             written=written,
         )
-    return Traits(tools=described)
+    return Traits(system=system, tools=described)
 
 
 def _conversation(content: str | None, text: bool, short: bool, count: int = 1) -> Iterator[Message]:

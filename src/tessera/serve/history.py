@@ -105,24 +105,36 @@ def _short(id: str) -> str:
 
 
 def told(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with calls and results as plain text, for a template that knows neither."""
-    found = []
+    """Return the messages with calls and results as plain text, for a template that knows neither.
+
+    Results of one message are one message of the user: some templates demand that the roles alternate.
+    """
+    found: list[dict[str, Any]] = []
     for message in messages:
         text = message["content"] or ""
         for call in message.get("tool_calls", ()):
             function = {"name": call["function"]["name"], "arguments": parsed(call["function"]["arguments"])}
             text += OPEN + json.dumps(function, ensure_ascii=False) + CLOSE
         others = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        role = "user" if message["role"] == "tool" else message["role"]
-        found.append({**others, "role": role, "content": text})
+        if message["role"] == "tool" and found and found[-1]["role"] == "user":
+            found[-1]["content"] += f"\n{text}"
+        else:
+            found.append({**others, "role": "user" if message["role"] == "tool" else message["role"], "content": text})
     return found
 
 
-def taught(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the tools described in the system message, for a template that describes none."""
+def taught(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], traits: Traits) -> list[dict[str, Any]]:
+    """Return the messages with the tools described in the system message, for a template that describes none.
+
+    If the template takes no system message either, the first message describes them.
+    """
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
     first, *rest = messages
-    if first["role"] == "system":
+    if first["role"] == "system" and (traits.system or not rest):
         return [{**first, "content": f"{first['content']}\n\n{system}"}, *rest]
-    return [{"role": "system", "content": system}, *messages]
+    if traits.system:
+        return [{"role": "system", "content": system}, *messages]
+    if first["role"] == "system":
+        system, (first, *rest) = f"{first['content']}\n\n{system}", rest
+    return [{**first, "content": f"{system}\n\n{first['content'] or ''}"}, *rest]

@@ -19,6 +19,7 @@ import numpy as np
 
 from tessera.models.tokenizer import Tokenizer
 from tessera.serve.protocol import ChatBody, CompletionBody
+from tessera.serve.tools import encode
 
 PAGE = 64
 """Number of tokens in the routing key: the smallest page of any platform. Prompts that share a page thus have equal
@@ -74,7 +75,7 @@ def _tokens(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> Seq
         return [] if tokenizer is None else tokenizer.encode(prompt[:CHARACTERS])
     if tokenizer is None:
         return []
-    return tokenizer.encode_chat(_cut([message.plain() for message in body.messages]))
+    return encode(tokenizer, _cut([message.plain() for message in body.messages]), [])
 
 
 def _cut(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -84,6 +85,6 @@ def _cut(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         calls = json.dumps(message.get("tool_calls", []))
         kept = message if len(calls) <= left else {k: v for k, v in message.items() if k != "tool_calls"}
         left -= len(calls) if "tool_calls" in kept else 0
-        found.append(kept | {"content": message["content"][:left]})
-        left -= len(found[-1]["content"])
+        found.append(kept | {"content": message["content"] and message["content"][:left]})
+        left -= len(found[-1]["content"] or "")
     return found

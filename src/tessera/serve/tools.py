@@ -42,7 +42,7 @@ def conversation(
     traits = tokenizer.traits(offered=bool(tools))
     if tools and not traits.tools:
         traits = tokenizer.traits(offered=False)
-        return {"messages": taught(fitted(messages, traits) if traits.calls else told(messages), tools)}
+        return {"messages": taught(fitted(messages, traits) if traits.calls else told(messages), tools, traits)}
     found = fitted(messages, traits) if traits.calls else told(messages)
     return {"messages": found, "tools": list(tools)} if tools else {"messages": found}
 
