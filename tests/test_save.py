@@ -12,7 +12,8 @@ from tiny import CONFIG, random_params
 
 from tessera.core import files
 from tessera.models.checkpoint import load_params, read_config, resolve, save_folder
-from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 
 
 def same_weights(a, b) -> bool:

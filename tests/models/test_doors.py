@@ -10,7 +10,8 @@ from tessera import generate
 from tessera.core.fields import MAX_DEPTH, parse_json, read_json
 from tessera.models.checkpoint import load_params, read_config
 from tessera.models.tensor_file import read_header, read_index
-from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 from tessera.sparse.plan import Plan
 
 

@@ -13,7 +13,7 @@ from gguf_files import bpe_metadata, spm_metadata, tiny_model, write_gguf
 from tessera.models.checkpoint import read_tokenizer
 from tessera.models.gguf_file import read_gguf
 from tessera.models.gguf_tokenizer import PATTERNS, gguf_tokenizer
-from tessera.models.tokenizer import load_tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
 BPE, SPM, TEXTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"]
@@ -97,6 +97,14 @@ def test_roles_template_and_saving(tmp_path):
     again = load_tokenizer(tmp_path / "saved")
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert (again.specials, again.chat_template) == (tokenizer.specials, template)
+
+
+def test_named_templates(tmp_path):
+    named = {"chat_template": "D", "chat_template.tool_use": "T", "chat_template.rag": "R", "chat_templates": ["rag"]}
+    tokenizer = read(tmp_path, bpe_metadata(BPE, "smollm", **named))
+    assert [tokenizer.render_chat([], tools=tools) for tools in (None, [{}])] == ["D", "T"]
+    del named["chat_template"]
+    assert read(tmp_path, bpe_metadata(BPE, "smollm", **named)).render_chat([]) == "R"
 
 
 def test_a_named_token_that_is_an_ordinary_piece_stays_one(tmp_path):

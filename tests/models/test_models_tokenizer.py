@@ -2,11 +2,13 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import tokenizers
 
-from tessera.models.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer, load_tokenizer
+from tessera.models.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 
 TEXTS = [
     "",
@@ -170,6 +172,40 @@ def test_templates_and_special_tokens_in_older_places(plain, tmp_path):
     config["chat_template"] = "inline"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(tmp_path).chat_template == "inline"
+
+
+@pytest.mark.parametrize(
+    ("named", "chat", "tools"),
+    [
+        ({"tool_use": "T", "default": "D", "rag": "R"}, "D", "T"),
+        ({"tool_use": "T", "rag": "R", "other": "O"}, "R", "T"),
+        ({"rag": "R"}, "R", "R"),
+        ({"tool_use": "T"}, "T", "T"),
+        ({}, None, None),
+    ],
+)
+@pytest.mark.parametrize("place", ["list", "files"])
+def test_named_templates(plain, tmp_path, named, chat, tools, place):
+    """Chats with tools use the template tool_use, as in transformers; a list without a default is a template, too."""
+    replace(plain, chat_template="old", tool_template="old, too").save(tmp_path)
+    if place == "list":
+        config = {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
+    else:
+        config = {"chat_template": "replaced by the files"} if named else {}
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name, text in named.items():
+            at = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            (tmp_path / at).write_text(text)
+        if "other" in named:  # files are read in the order of their names
+            chat = "O"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = load_tokenizer(tmp_path)
+    found.save(tmp_path)
+    for tokenizer in (found, load_tokenizer(tmp_path)):
+        assert (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template) == (chat, tools)
+        if chat is not None:
+            rendered = [tokenizer.render_chat([], tools=offered) for offered in (None, [], [{"type": "function"}])]
+            assert rendered == [chat, chat, tools]
 
 
 def test_tokenizers_that_cannot_be_read_are_refused(tmp_path):

@@ -22,7 +22,7 @@ from rich.console import Console
 from tessera.attention.contract import Positions
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_config
-from tessera.models.tokenizer import load_tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense

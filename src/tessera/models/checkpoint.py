@@ -50,7 +50,8 @@ from tessera.models.tensor_file import (
     write_file,
 )
 from tessera.models.tokenizer import FILES as TOKENIZER_FILES
-from tessera.models.tokenizer import Tokenizer, load_tokenizer
+from tessera.models.tokenizer import Tokenizer
+from tessera.models.tokenizer_files import load_tokenizer
 from tessera.models.weights import (
     EMBED,
     FINAL_NORM,

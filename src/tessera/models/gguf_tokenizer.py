@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from tessera.core.escapes import escaped, quoted
 from tessera.models.gguf_file import GgufFile
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.tokenizer import DEFAULT, Tokenizer
+from tessera.models.tokenizer_files import choose_templates
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ Llama's 32,000 pieces need 2 million; a vocabulary of long texts would take hour
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 """Role of a special token: GGUF's name -> transformers' name."""
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the chat template; with a dot and a name, key of another template."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 
@@ -67,11 +70,11 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
         vocab = _Vocabulary(meta)
         backend = _byte_level(vocab) if kind == "gpt2" else _sentencepiece(vocab)
         specials = _finish(backend, vocab, add_bos=kind == "llama" or vocab.pre == "llama-bpe")
-        template = vocab.typed("tokenizer.chat_template", str, None)
+        chat, tool = _templates(vocab)
     except ValueError as error:
         raise ValueError(f"{file.path} has a tokenizer that cannot be used: {error}") from error
     settings = {"clean_up_tokenization_spaces": False}
-    return Tokenizer(backend=backend, specials=specials, chat_template=template, settings=settings)
+    return Tokenizer(backend=backend, specials=specials, chat_template=chat, tool_template=tool, settings=settings)
 
 
 class _Vocabulary:
@@ -124,6 +127,12 @@ class _Vocabulary:
     def used(self) -> dict[str, int]:
         """Map each piece in use to its id. Unused pieces only pad the vocabulary to the number of embeddings."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
+
+
+def _templates(vocab: _Vocabulary) -> tuple[str | None, str | None]:
+    """Return the template for chats and the template for chats with tools, each None if there is none."""
+    keys = [key for key in vocab.meta if key == TEMPLATE or key.startswith(TEMPLATE + ".")]
+    return choose_templates({key.removeprefix(TEMPLATE).lstrip(".") or DEFAULT: vocab.typed(key, str) for key in keys})
 
 
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:

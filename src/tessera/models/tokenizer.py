@@ -1,6 +1,7 @@
 """Turn text into tokens and back, and conversations into text: tokenizers and chat templates.
 
-The tokenizers come from Hugging Face folders; the demo model has a byte tokenizer.
+`tokenizer_files` reads tokenizers from Hugging Face folders and `gguf_tokenizer` from GGUF files; the demo model has a
+byte tokenizer.
 """
 
 import json
@@ -16,16 +17,19 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from tessera.core.escapes import quoted
-from tessera.core.fields import check_fields, parse_json, read_json
 from tessera.core.files import replace_folder, write_text
 from tessera.models.chat_template import Renderer
 from tessera.models.template_traits import Traits, traits_of
-from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
+from tessera.models.tokenizer_fields import LibraryErrors
 
-TEMPLATE_FILE = "chat_template.jinja"
-FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
-"""Files that `load_tokenizer` reads. Saving replaces or removes all of them, so that a tokenizer never gets the chat
-template of another one."""
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+FILES = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, TEMPLATE_FOLDER}
+)
+"""Files, and a folder of files, that `load_tokenizer` reads. Saving replaces or removes all of them, so that a
+tokenizer never gets the chat template of another one."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the template for chats and of the one for chats with tools, where a model has several."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Name of a token that is one byte, in vocabularies with byte fallback."""
@@ -73,12 +77,14 @@ class Tokenizer:
         specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}. In a chat
             template, each role is a variable that holds the text.
         chat_template: jinja source, or None.
+        tool_template: jinja source for chats with tools; None if `chat_template` serves these, too.
         settings: other keys of tokenizer_config.json, written back unchanged.
     """
 
     backend: tokenizers.Tokenizer
     specials: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    tool_template: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     _renderer: Renderer = field(default_factory=Renderer, init=False, repr=False, compare=False)
     _traits: dict[bool, Traits] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -159,7 +165,8 @@ class Tokenizer:
         Args:
             messages: the conversation's messages, {"role": ..., "content": ...}, as plain JSON data.
             add_generation_prompt: end with the start of the assistant's turn.
-            variables: other variables of the template (tools, documents, enable_thinking, ...).
+            variables: other variables of the template (tools, documents, enable_thinking, ...). If `tools` is not
+                empty, `tool_template` is rendered, if there is one.
 
         Raises:
             ValueError: there is no template, the messages or variables are not plain JSON data, or the template fails.
@@ -169,7 +176,8 @@ class Tokenizer:
         data = {"messages": messages, "tools": None, "documents": None, **variables}
         size = _plain_size(data)
         data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
-        return self._renderer.render(self.chat_template, data, size)
+        template = (variables.get("tools") and self.tool_template) or self.chat_template
+        return self._renderer.render(template, data, size)
 
     def traits(self, *, offered: bool) -> Traits:
         """Return what the chat template does with calls, in conversations that offer tools or in those that do not."""
@@ -239,9 +247,12 @@ class Tokenizer:
     def write(self, folder: Path) -> None:
         """Write the files that `save` writes into a new folder, which the caller then moves into place."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
+        if self.tool_template is not None:  # every version of transformers reads a list of templates
+            named = {DEFAULT: self.chat_template, TOOL_USE: self.tool_template}
+            settings["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
         write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-        if self.chat_template is not None:
+        if self.chat_template is not None and self.tool_template is None:
             write_text(folder / TEMPLATE_FILE, self.chat_template)
 
 
@@ -301,38 +312,6 @@ class TextStream:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special=self._skip_special)
-
-
-def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
-    """Read a Hugging Face folder's tokenizer; return None if the folder has none.
-
-    Without a tokenizer, prompts must be lists of token ids.
-
-    Raises:
-        ValueError: the tokenizer is broken or of an unsupported kind.
-    """
-    folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        other = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
-        if other is None:
-            return None
-        raise ValueError(
-            f"{folder} holds its tokenizer as {other}, which is not supported: convert it once with transformers, "
-            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which writes tokenizer.json"
-        )
-    backend = _read_backend(path)
-    settings = _read_settings(folder / "tokenizer_config.json")
-    settings.pop("added_tokens_decoder", None)  # tokenizer.json holds the same list
-    template = _read_template(folder, settings.pop("chat_template", None))
-    specials = {}
-    for source in (_read_settings(folder / "special_tokens_map.json"), settings):
-        for role, token in source.items():
-            content = token.get("content") if isinstance(token, Mapping) else token
-            if role.endswith("_token") and isinstance(content, str):
-                specials[role] = content
-    settings = {key: value for key, value in settings.items() if key not in specials}
-    return Tokenizer(backend=backend, specials=specials, chat_template=template, settings=settings)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
@@ -411,51 +390,3 @@ def _byte_characters() -> list[str]:
 
 
 _BYTES = {character: byte for byte, character in enumerate(_byte_characters())}
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    problem = f"{path} is not a readable tokenizer"
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{problem}: it has {size:,} bytes, more than the {MAX_BYTES:,} allowed")
-    data = path.read_bytes()
-    raw = parse_json(data, path)
-    try:
-        check_tokenizer(raw)
-        with LibraryErrors("the tokenizers library refuses it"):
-            backend = tokenizers.Tokenizer.from_str(data.decode())
-            backend.no_truncation()
-            backend.no_padding()
-            backend.decode(backend.encode("Some text, to see that it works.").ids)
-        check_ids(backend, raw)
-    except ValueError as error:
-        raise ValueError(f"{problem}: {error}: download it again") from error
-    return backend
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json or special_tokens_map.json; return {} if the file does not exist."""
-    if not path.is_file():
-        return {}
-    # transformers writes "no limit" as the integer 10 ** 30, rounded to a float
-    settings = read_json(path, large=("model_max_length",))
-    check_fields(settings, SETTINGS, str(path))
-    return settings
-
-
-def _read_template(folder: Path, inline: Any) -> str | None:
-    """Return the chat template in chat_template.jinja; without that file, return `inline`.
-
-    `inline` is the value of chat_template in tokenizer_config.json: a template, a list of named templates, of which the
-    one called "default" is returned, or None.
-    """
-    path = folder / TEMPLATE_FILE
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it to UTF-8"
-            ) from error
-    if isinstance(inline, list):
-        inline = {entry["name"]: entry["template"] for entry in inline}.get("default")
-    return inline
