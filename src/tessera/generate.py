@@ -22,6 +22,7 @@ from tessera.core.mesh import build, check, local_devices, mesh_of, num_head_par
 from tessera.core.quant import check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.ends import describe, read_ends
 from tessera.models.fetch import SOURCES
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
@@ -358,6 +359,9 @@ def load(
         raise ValueError(f"{cache=} cannot be used with a mesh that splits the context ({mesh=}): leave one out")
     require_weights(source, config, weights, on)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
+    ends = read_ends(source, tokenizer)
+    config = replace(config, eos_ids=tuple(end.id for end in ends))
+    logger.log(logging.DEBUG if ends else logging.WARNING, "%s", describe(ends))
     if warning := generation_config.warning():
         logger.info("%s", warning)
     enable_cache()

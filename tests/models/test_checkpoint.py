@@ -109,9 +109,9 @@ def test_config_defaults_are_those_of_transformers():
     assert not qwen2.output_bias
 
 
-def test_generation_config_eos_wins():
+def test_both_configs_name_ends():
     raw = LLAMA | {"eos_token_id": 2}
-    assert parse_config(raw, {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
+    assert parse_config(raw, {"eos_token_id": [7, 8]}).eos_ids == (7, 8, 2)
     assert parse_config(raw, {"bos_token_id": 1}).eos_ids == (2,)
 
 

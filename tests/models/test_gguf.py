@@ -416,7 +416,8 @@ def test_cut_between_the_header_and_the_weights(tmp_path):
 def tiny(tmp_path):
     """Return the tiny model twice: a folder with a byte tokenizer, and a GGUF file without a tokenizer."""
     folder = save_tiny(tmp_path / "folder", CONFIG)
-    return folder, from_folder(folder, tmp_path / "x.gguf", tokenizer__ggml__eos_token_id=257)
+    ends = {"tokenizer__ggml__eos_token_id": 257, "tokenizer__ggml__eot_token_id": 261}
+    return folder, from_folder(folder, tmp_path / "x.gguf", **ends)
 
 
 def test_a_model_loads_runs_and_saves(tiny, tmp_path):

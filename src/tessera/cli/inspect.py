@@ -168,6 +168,7 @@ class Inspect:
     def run_model(self) -> int:
         """Compile a whole step of --model, print the result and return the exit code."""
         from tessera.deviceless import model_inspection
+        from tessera.models.ends import describe
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} cannot be used with --model: drop --model, or name a TPU")
@@ -178,10 +179,14 @@ class Inspect:
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
+        ends = self.ends()
+        if ends is not None and not self.json:
+            print(describe(ends))
         with self.progress(f"one {self.phase} step of {self.model}"):
             result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
         if self.json:
-            print(json.dumps(result.json()))
+            listed = {} if ends is None else {"ends": [end._asdict() for end in ends]}
+            print(json.dumps(result.json() | listed))
         else:
             model_inspection.print_step(result)
         if self.evidence is not None:
@@ -190,6 +195,15 @@ class Inspect:
             words = f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}{bits}"
             self.record("step", self.attention, words, result)
         return TIMED_OUT if result.timed_out else 0 if result.compiled else 1
+
+    def ends(self):
+        """List the tokens that end an answer of --model; None for a model that is only a config."""
+        from tessera.models.catalogue import MODELS
+        from tessera.models.checkpoint import read_tokenizer
+        from tessera.models.ends import read_ends
+
+        path = Path(self.model)
+        return None if self.model in MODELS or not path.exists() else read_ends(path, read_tokenizer(path))
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
         """Append a record of the result, or of its error, to --evidence; the record says that nothing was measured."""

@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("tessera").setLevel(logging.INFO)
+    logging.getLogger("tessera").setLevel(logging.DEBUG if command.debug else logging.INFO)
     try:
         interrupt.defer()
         if not isinstance(command, Fetch | Report):

@@ -189,7 +189,7 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
 
     Args:
         raw: contents of config.json.
-        generation: contents of generation_config.json; its eos_token_id takes precedence, as in transformers.
+        generation: contents of generation_config.json; the tokens that either file names as eos_token_id end an answer.
 
     Raises:
         ValueError: a key is missing or not supported; the message names the first such key and its value.
@@ -205,7 +205,7 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
     max_positions = _given(raw, "max_position_embeddings", family.max_positions)
     switches = family.switches(raw)
     _check_layer_types(raw, switches.get("window"))
-    eos = raw if generation.get("eos_token_id") is None else generation
+    eos = dict.fromkeys(token_ids(generation, "eos_token_id") + token_ids(raw, "eos_token_id"))
     for key in ("bos_token_id", "eos_token_id"):
         _check_vocabulary(raw, key, raw["vocab_size"], "config.json")
     _check_vocabulary(generation, "eos_token_id", raw["vocab_size"], "generation_config.json")
@@ -222,8 +222,8 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
         rope=parse_rope(raw, max_positions),
         norm_eps=float(_given(raw, "rms_norm_eps", 1e-6)),
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
-        bos_id=next(iter(_token_ids(raw, "bos_token_id")), None),
-        eos_ids=_token_ids(eos, "eos_token_id"),
+        bos_id=next(iter(token_ids(raw, "bos_token_id")), None),
+        eos_ids=tuple(eos),
         dtype=_dtype(raw),
         **switches,
     )
@@ -272,6 +272,12 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         if low in values and high in values and not values[low] < values[high]:
             raise ValueError(f"{low}={values[low]} must be below {high}={values[high]} in config.json")
     return Rope(kind=kind, theta=theta, **values)
+
+
+def token_ids(raw: Raw, key: str) -> tuple[int, ...]:
+    """Return the token ids that a key holds: one id, a list of ids, or null."""
+    value = raw.get(key)
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) -> dict[str, Any]:
@@ -363,14 +369,8 @@ def _given(raw: Raw, key: str, default: Any) -> Any:
     return default if raw.get(key) is None else raw[key]
 
 
-def _token_ids(raw: Raw, key: str) -> tuple[int, ...]:
-    """Return the token ids that a key holds: one id, a list of ids, or null."""
-    value = raw.get(key)
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
-
-
 def _check_vocabulary(raw: Raw, key: str, vocab_size: int, place: str) -> None:
-    if any(token >= vocab_size for token in _token_ids(raw, key)):
+    if any(token >= vocab_size for token in token_ids(raw, key)):
         raise ValueError(f"{key}={quoted(raw[key])} in {place} must be below {vocab_size=}: no token has this id")
 
 

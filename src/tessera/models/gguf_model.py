@@ -14,6 +14,7 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope
+from tessera.models.ends import file_token, gguf_ends
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
 
@@ -79,8 +80,7 @@ FACTOR_TOLERANCE = 1e-5
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Read the decoder's config from a GGUF file's metadata.
 
-    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` holds the end-of-sequence token and, if the
-    file names one, the end-of-turn token.
+    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` holds the tokens of `gguf_ends`.
 
     Raises:
         ValueError: an architecture, key or value is missing or not supported; the message names it.
@@ -105,7 +105,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     # a llama with a window is a Mistral: Hugging Face's llama has none
     family = "mistral" if architecture.family == "llama" and window else architecture.family
     biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
-    bos, eos = meta.token_id("bos"), [meta.token_id(role) for role in ("eos", "eot")]
     fields = dict(
         family=family,
         vocab_size=vocab_size,
@@ -122,8 +121,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         tie_embeddings="output.weight" not in tensors,
         **biases,
         qk_norm=architecture.qk_norm,
-        bos_id=bos,
-        eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+        bos_id=file_token(file, "bos"),
+        eos_ids=tuple(end.id for end in gguf_ends(file)),
         dtype=_dtype(tensors),
     )
     try:
@@ -193,17 +192,6 @@ class _Metadata:
         if not REALS[key].fits(value) or not REALS[key].fits(rounded := float(str(np.float32(value)))):
             raise self.error(key, value, f"it must be {REALS[key].allowed}")
         return rounded
-
-    def token_id(self, role: str) -> int | None:
-        """Return the id of the special token with this role; None if the file gives none."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        value = self.file.metadata.get(key)
-        rows = self.file.tensors["token_embd.weight"].shape[0]
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
-            raise ValueError(f"{self.file.path} has {key}={quoted(value)}, which is not one of its {rows} tokens")
-        return value
 
     def refuse_unknown(self) -> None:
         for key, value in self.values.items():

@@ -1,0 +1,180 @@
+"""Find the tokens that end an answer, and say which place in a model's files names each.
+
+Fine-tuning often changes the end of a turn in one file only, so every token that some file names counts.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import read_json
+from tessera.models.families import token_ids
+from tessera.models.generation_config import FILE as GENERATION
+from tessera.models.gguf_file import GgufFile, read_gguf
+from tessera.models.tokenizer import Tokenizer
+
+NAMES = frozenset(
+    "<|im_end|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <|end|> <|end_of_turn|> <end_of_turn> <end_of_utterance> <turn|> "
+    "<|return|> <|call|> <|calls|> <|flush|> <|tool_response> <EOT> _<EOT> [EOT] [EOS] [e~[ <|endoftext|> "
+    "<|end_of_text|> </s> <eos> <｜end▁of▁sentence｜>".split()
+)
+"""Names of special tokens that end a turn or a text, as in llama.cpp's list, and the names of Llama 4 and OpenChat."""
+FILLS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Names of the tokens after which a model that fills in the middle of a file goes on with another file. They end an
+answer, as in llama.cpp. The keys are roles, which a GGUF file's metadata may give to other tokens."""
+BARRED = frozenset(name for name in NAMES if "|" in name or "｜" in name)
+CONTROL, USER_DEFINED = 3, 4
+"""Values in `tokenizer.ggml.token_type` of tokens that are not pieces of text."""
+ITS_NAME = "its name"
+
+
+class End(NamedTuple):
+    """A token that ends an answer.
+
+    Attributes:
+        id: the token's id.
+        name: the token's text; "" if the model has no tokenizer.
+        places: the files or keys that name the token.
+    """
+
+    id: int
+    name: str
+    places: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = f" {escaped(self.name)}" if self.name else ""
+        return f"{self.id}{name} ({', '.join(self.places)})"
+
+
+def describe(ends: Iterable[End]) -> str:
+    """Return a line that says which tokens end an answer, and why."""
+    listed = ", ".join(map(str, ends))
+    if listed:
+        return f"an answer ends at {listed}"
+    return (
+        f"no file of this model names a token that ends an answer: answers end at the maximum of new tokens or at a "
+        f"stop text; set eos_token_id in {GENERATION} to end them earlier"
+    )
+
+
+def read_ends(source: Path, tokenizer: Tokenizer | None) -> tuple[End, ...]:
+    """List the tokens that end an answer of the model in a folder or GGUF file; `tokenizer` is the model's.
+
+    For a folder, these are `eos_token_id` of generation_config.json and of config.json, the tokenizer's eos token, and
+    the special tokens of NAMES that a chat template writes. Only if there are none of these, all special tokens of
+    NAMES count. For a GGUF file, see `gguf_ends`.
+    """
+    if source.is_file():
+        return gguf_ends(read_gguf(source))
+    raw = {file: read_json(path) for file in (GENERATION, "config.json") if (path := source / file).is_file()}
+    return folder_ends({file: token_ids(values, "eos_token_id") for file, values in raw.items()}, raw, tokenizer)
+
+
+def folder_ends(
+    named: Mapping[str, Sequence[int]], raw: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer | None
+) -> tuple[End, ...]:
+    """List the tokens that end an answer, given the ids that each config file names and the contents of the files."""
+    named = dict(named)
+    if tokenizer is None:
+        return _collected(named, {})
+    backend, size = tokenizer.backend, raw["config.json"]["vocab_size"]
+    added = backend.get_added_tokens_decoder()
+    special = {token.content: index for index, token in added.items() if token.special and index < size}
+    ours = {special[name] for name in by_name(special)}
+    if (eos := tokenizer.eos_id) is not None and eos < size:
+        named["the tokenizer's eos_token"] = (eos,)
+    # config classes of transformers have a default id, which is a piece of text in another family's vocabulary
+    others = {index for file, ids in named.items() if file != "config.json" for index in ids}
+    if others:
+        named["config.json"] = [i for i in named.get("config.json", ()) if i in added or i in others]
+    templates = (tokenizer.chat_template or "") + (tokenizer.tool_template or "")
+    named["the chat template"] = [index for name, index in special.items() if index in ours and name in templates]
+    if not any(named.values()):
+        named[ITS_NAME] = sorted(ours)
+    return _collected(named, {index: backend.id_to_token(index) for ids in named.values() for index in ids})
+
+
+def gguf_ends(file: GgufFile) -> tuple[End, ...]:
+    """List the tokens that end an answer of a GGUF file's model: eos, eot and eom by their keys, other tokens by name.
+
+    A token of NAMES or FILLS counts if its type says that it is not a piece of text. Names with a bar, which no text
+    needs, count with every type, because some converters wrote the wrong one. llama.cpp takes all names with every
+    type, and so it ends an answer of a Qwen model at the text "</s>".
+
+    Raises:
+        ValueError: an id is not the row of an embedding.
+    """
+    meta, named = file.metadata, {}
+    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    for role in ("eos", "eot", "eom"):
+        if (index := file_token(file, role)) is not None:
+            named[token_key(role)] = (index,)
+    named["tokenizer.ggml.eos_token_ids"] = _more_ends(file)
+    special = {}
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        special = {tokens[index]: int(index) for index in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED)))}
+        special |= {name: index for index, name in enumerate(tokens) if name in BARRED}
+    rows = file.tensors["token_embd.weight"].shape[0]
+    found = [special[name] for name in by_name(special)]
+    for role, names in FILLS.items():
+        given = file_token(file, role)
+        found += [special[name] for name in names if name in special][:1] if given is None else [given]
+    named[ITS_NAME] = sorted(index for index in found if index < rows)
+    return _collected(named, dict(enumerate(tokens)) if isinstance(tokens, list) else {})
+
+
+def by_name(special: Collection[str]) -> set[str]:
+    """Return the names in NAMES that end an answer of a model with these special tokens.
+
+    In a few vocabularies, a token of NAMES has another use, as in llama.cpp: <|end|> ends a part of an answer where
+    <|call|> and <|return|>, or <|calls|> and <|flush|>, end the answer; </s> is text in Gemma 4.
+    """
+    found = NAMES.intersection(special)
+    if "<|call|>" in found and "<|return|>" in found or found & {"<|call|>", "<|calls|>"} and "<|flush|>" in found:
+        found -= {"<|end|>"}
+    if "<|tool_response>" in found:
+        found -= {"</s>"}
+    return set(found)
+
+
+def token_key(role: str) -> str:
+    """Return the key of a GGUF file's metadata that holds the id of the token with this role."""
+    return f"tokenizer.ggml.{role}_token_id"
+
+
+def file_token(file: GgufFile, role: str) -> int | None:
+    """Return the id of a GGUF file's special token with this role; None if the file gives none.
+
+    Raises:
+        ValueError: the id is not the row of an embedding.
+    """
+    value = file.metadata.get(token_key(role))
+    return None if value is None else _checked(file, token_key(role), value)
+
+
+def _more_ends(file: GgufFile) -> list[int]:
+    """Return the ids under `tokenizer.ggml.eos_token_ids`, a list that Ollama's converter writes."""
+    values = file.metadata.get(key := "tokenizer.ggml.eos_token_ids")
+    return [_checked(file, key, value) for value in (values.tolist() if isinstance(values, np.ndarray) else ())]
+
+
+def _checked(file: GgufFile, key: str, value: Any) -> int:
+    rows = file.tensors["token_embd.weight"].shape[0]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
+        raise ValueError(f"{file.path} has {key}={quoted(value)}, which is not one of its {rows} tokens")
+    return value
+
+
+def _collected(named: Mapping[str, Iterable[int]], names: Mapping[int, str | None]) -> tuple[End, ...]:
+    places: dict[int, list[str]] = {}
+    for place, ids in named.items():
+        for index in ids:
+            places.setdefault(index, []).append(place)
+    return tuple(End(index, names.get(index) or "", tuple(dict.fromkeys(at))) for index, at in places.items())
