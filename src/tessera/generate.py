@@ -345,7 +345,7 @@ def load(
     if cache not in (None, "int8"):
         raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
     source = resolve(path_or_hub_id)
-    config = read_config(source)
+    config = read_config(source, note=True)
     if dtype is not None:
         config = replace(config, dtype=dtype)
     plan = find_plan(attention, plan, str(source))

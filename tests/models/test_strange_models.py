@@ -43,7 +43,7 @@ def test_escaped():
 # Names
 
 
-@pytest.mark.parametrize("key", [f"llama.{CLEAR}", "llama." + CLEAR * 5000])
+@pytest.mark.parametrize("key", [f"llama.rope.{CLEAR}", "llama.rope." + CLEAR * 5000])
 def test_metadata_keys_are_escaped(tmp_path, key):
     metadata, tensors = tiny_model(64)
     said = refusal(write_gguf(tmp_path / "x.gguf", metadata | {key: 5}, tensors))
@@ -63,14 +63,14 @@ def test_tensor_names_are_escaped(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {CLEAR: 5},
+        {f"rope_{CLEAR}": 5},
         {"quantization_config": CLEAR},
         {"architectures": CLEAR},
         {"architectures": [CLEAR]},
         {"partial_rotary_factor": CLEAR},
         {"pretraining_tp": CLEAR},
         {"model_type": CLEAR},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, CLEAR: 1}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, f"theta_{CLEAR}": 5}},
         {"rope_scaling": CLEAR},
         {"rope_theta": CLEAR},
         {"rms_norm_eps": CLEAR},

@@ -7,6 +7,7 @@ tensor at a time. Peak host memory is the model (on a mesh, the parts on this pr
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.core.mesh import keep, mesh_of, num_head_parts, program, sharding
 from tessera.core.quant import STORED, Quantised, has_quantised
-from tessera.models import catalogue
+from tessera.models import catalogue, families, gguf_model
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import SOURCES, fetched
@@ -52,6 +53,7 @@ from tessera.models.tensor_file import (
 from tessera.models.tokenizer import FILES as TOKENIZER_FILES
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.unread import ignoring
 from tessera.models.weights import (
     EMBED,
     FINAL_NORM,
@@ -64,6 +66,8 @@ from tessera.models.weights import (
     layer_weights,
     outer_weights,
 )
+
+logger = logging.getLogger(__name__)
 
 Tensor = tuple[jax.Array | Quantised, int | None]
 """A weight: (its array, None), or (array of all layers' weights, index of the layer)."""
@@ -139,8 +143,10 @@ def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
     return read_config(source), source
 
 
-def read_config(folder: str | os.PathLike) -> ModelConfig:
+def read_config(folder: str | os.PathLike, *, note: bool = False) -> ModelConfig:
     """Read a folder's config.json and generation_config.json, or a GGUF file's metadata.
+
+    With `note`, log the unknown keys that are ignored.
 
     Raises:
         ValueError: the folder or file does not exist, its JSON or GGUF is broken, or a key or value is not supported;
@@ -151,6 +157,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
         file = read_gguf(folder)
         config = gguf_config(file)
         _check_tensors(gguf_tensors(file, config), config, folder)  # before a size that the file claims is allocated
+        _note(note, folder, gguf_model.unread_keys(file))
         return config
     path = folder / "config.json"
     if not path.is_file():
@@ -158,9 +165,16 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     generation = folder / "generation_config.json"
     raw, extra = read_json(path), read_json(generation) if generation.is_file() else {}
     try:
-        return parse_config(raw, extra)
+        config = parse_config(raw, extra)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    _note(note, path, families.unread_keys(raw))
+    return config
+
+
+def _note(wanted: bool, path: Path, keys: list[str]) -> None:
+    if wanted and keys:
+        logger.info("%s: %s", path, ignoring(keys))
 
 
 def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:

@@ -33,6 +33,19 @@ class Rope:
     truncate: bool = True
 
 
+def extended_context(max_positions: int, factor: float, original: int, keys: str) -> int:
+    """Return the context in tokens of a model whose rotary embedding reaches factor x original positions.
+
+    The files' context may be that length, or still the original one, as in Qwen's instructions for YaRN.
+
+    Raises:
+        ValueError: the length is not a size; the error names `keys`.
+    """
+    if (reach := round(factor * original)) > MAX_SIZE:
+        raise ValueError(f"{keys} extend the context to {reach} tokens: it must be at most {MAX_SIZE}")
+    return max(max_positions, reach)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of one decoder. The config is hashable, so that it can be a static argument of jax.jit."""

@@ -1,9 +1,10 @@
 """Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
-No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
-or is refused by name. If the decoder of a new family differs only in existing switches of ModelConfig, an entry in
-FAMILIES and a case in `tests/golden/make.py` suffice; to read the family's GGUF files, also add an entry to
-`gguf_model.ARCHITECTURES`.
+No config key that may change the model is silently ignored: each is read, is known to be harmless, holds a value that
+switches its feature off, or is refused by name (`unread`). Of the others, `unread_keys` lists those that are unknown.
+
+If the decoder of a new family differs only in existing switches of ModelConfig, an entry in FAMILIES and a case in
+`tests/golden/make.py` suffice; to read the family's GGUF files, also add an entry to `gguf_model.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from typing import Any
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import OBJECT, TEXT, TRUTH, check_fields, either, integer, items, maybe, number, positive
-from tessera.models.config import MAX_SIZE, ModelConfig, Rope
+from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
+from tessera.models.unread import changes_model
 
 Raw = Mapping[str, Any]
 
@@ -55,7 +57,9 @@ HARMLESS_KEYS = frozenset(
     "min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
     "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
-    "begin_suppress_tokens exponential_decay_length_penalty".split()
+    "begin_suppress_tokens exponential_decay_length_penalty "
+    # of another kind of norm, and of the loss of a mixture of experts
+    "layer_norm_eps layer_norm_epsilon output_router_logits".split()
 )
 
 MAX_LAYERS = 1 << 16
@@ -218,8 +222,8 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
         num_heads=heads,
         num_kv_heads=_given(raw, "num_key_value_heads", heads),
         head_dim=_given(raw, "head_dim", family.head_dim or hidden // heads),
-        max_positions=max_positions,
-        rope=parse_rope(raw, max_positions),
+        max_positions=_context(raw, rope := parse_rope(raw, max_positions), max_positions),
+        rope=rope,
         norm_eps=float(_given(raw, "rms_norm_eps", 1e-6)),
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         bos_id=next(iter(token_ids(raw, "bos_token_id")), None),
@@ -241,20 +245,21 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     legacy = values.pop("type", None)
     kind = values.pop("rope_type", legacy) or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise ValueError(f"rope_type={quoted(kind)} is not supported: it must be one of {', '.join(ROPE_KINDS)}")
+        way = f", or left out, for a context of {max_positions}" if kind == "dynamic" else ""
+        raise ValueError(f"rope_type={quoted(kind)} is not supported: it must be one of {', '.join(ROPE_KINDS)}{way}")
     partial = values.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={escaped(partial)} is not supported: the whole head must rotate (1.0)")
     theta = float(_given({"rope_theta": values.pop("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10000.0))
-    if unknown := {key: value for key, value in values.items() if key not in ROPE_KINDS[kind] and value is not None}:
+    inner = values.pop("original_max_position_embeddings", None)
+    if unknown := {k: v for k, v in values.items() if k not in ROPE_KINDS[kind] and changes_model(k, v)}:
         allowed = ", ".join(sorted(ROPE_KINDS[kind])) or "no parameters"
         raise ValueError(
             f"rope parameters {escaped(unknown, 200)} are not supported: rope_type={kind!r} takes {allowed}"
         )
     if kind == "default":
         return Rope(theta=theta)
-    inner = values.pop("original_max_position_embeddings", None)
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in values.items() if value is not None and key in ROPE_KINDS[kind]}
     if kind in ("llama3", "yarn"):
         original = raw.get("original_max_position_embeddings") or inner or max_positions
         values["original_max_positions"] = original
@@ -272,6 +277,24 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         if low in values and high in values and not values[low] < values[high]:
             raise ValueError(f"{low}={values[low]} must be below {high}={values[high]} in config.json")
     return Rope(kind=kind, theta=theta, **values)
+
+
+def _context(raw: Raw, rope: Rope, max_positions: int) -> int:
+    """Return the context in tokens, to which YaRN's and the linear scaling's `factor` count, as in vLLM.
+
+    For the linear scaling, this needs a key that tells whether max_position_embeddings is already extended: the
+    original context, or Vicuna's and LongChat's max_sequence_length.
+    """
+    keys = "factor x original_max_position_embeddings in the rope parameters of config.json"
+    if rope.kind == "yarn":
+        return extended_context(max_positions, rope.factor, rope.original_max_positions, keys)
+    if rope.kind != "linear":
+        return max_positions
+    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if original := raw.get("original_max_position_embeddings") or values.get("original_max_position_embeddings"):
+        return extended_context(max_positions, rope.factor, original, keys)
+    longest = raw.get("max_sequence_length")
+    return longest if longest == round(rope.factor * max_positions) else max_positions
 
 
 def token_ids(raw: Raw, key: str) -> tuple[int, ...]:
@@ -346,13 +369,25 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
         raise ValueError(f"hidden_act={quoted(raw['hidden_act'])} is not supported: it must be 'silu'")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise ValueError(f"pretraining_tp={escaped(raw['pretraining_tp'])} is not supported: it must be 1")
-    known = COMMON_KEYS | HARMLESS_KEYS | {*family.keys}
-    for key, value in raw.items():
-        if key not in known and not key.startswith(("_", "unsloth")) and value not in (None, False, "", [], {}):
+    for key, value in _unknown(raw, family).items():
+        if found := changes_model(key, value):
+            where = "" if found == key else f", because of {escaped(found)}"
             raise ValueError(
-                f"{escaped(key)}={quoted(value)} is not supported for model_type={raw['model_type']!r}: "
+                f"{escaped(key)}={quoted(value)} is not supported for model_type={raw['model_type']!r}{where}: "
                 f"remove it from config.json only if you know that it does not change the model"
             )
+
+
+def unread_keys(raw: Raw) -> list[str]:
+    """List the keys of a config that `parse_config` accepts without knowing them."""
+    return [key for key, value in _unknown(raw, FAMILIES[raw["model_type"]]).items() if value not in (None, False)]
+
+
+def _unknown(raw: Raw, family: Family) -> dict[str, Any]:
+    known = COMMON_KEYS | HARMLESS_KEYS | {*family.keys}
+    if raw.get("use_sliding_window") is False:  # which Qwen's configs, and models converted from Qwen's, say
+        known |= {"sliding_window", "max_window_layers"}
+    return {key: value for key, value in raw.items() if key not in known and not key.startswith(("_", "unsloth"))}
 
 
 def _check_layer_types(raw: Raw, window: int | None) -> None:

@@ -1,7 +1,8 @@
 """Map a GGUF file's metadata to a ModelConfig, and its tensors to Hugging Face's names.
 
-No key of the architecture is silently ignored: each is read, is known not to change the model, holds a value that
-switches its feature off, or is refused by name. Keys are interpreted as in llama.cpp.
+No key of the architecture that may change the model is silently ignored: each is read, is known not to change the
+model, holds a value that switches its feature off, or is refused by name (`unread`). Of the others, `unread_keys` lists
+those that are unknown. Keys are interpreted as in llama.cpp.
 """
 
 import math
@@ -13,9 +14,10 @@ import numpy as np
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
-from tessera.models.config import MAX_SIZE, ModelConfig, Rope
+from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
 from tessera.models.ends import file_token, gguf_ends
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
+from tessera.models.unread import changes_model
 from tessera.models.weights import LAYER, OUTER, layer_name
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -73,6 +75,7 @@ REALS = {
 }
 """Rule for the value of each key that holds a real number."""
 
+ORIGINAL = "rope.scaling.original_context_length"
 FACTOR_TOLERANCE = 1e-5
 """Maximum relative error of rope_freqs.weight against Llama 3's factors; converters' float32 errors are near 1e-6."""
 
@@ -104,6 +107,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     window = meta.positive("attention.sliding_window", None)
     # a llama with a window is a Mistral: Hugging Face's llama has none
     family = "mistral" if architecture.family == "llama" and window else architecture.family
+    max_positions = meta.positive("context_length")
     biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
     fields = dict(
         family=family,
@@ -114,8 +118,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=meta.positive("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_positions=(max_positions := meta.positive("context_length")),
-        rope=_rope(meta, head_dim, max_positions),
+        max_positions=_context(meta, rope := _rope(meta, head_dim, max_positions), max_positions),
+        rope=rope,
         norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
         window=window,
         tie_embeddings="output.weight" not in tensors,
@@ -195,13 +199,19 @@ class _Metadata:
 
     def refuse_unknown(self) -> None:
         for key, value in self.values.items():
-            plain = not isinstance(value, np.ndarray | list)
             if key in HARMLESS_KEYS:
-                known = HARMLESS_KEYS[key] is None or (plain and value in HARMLESS_KEYS[key])
+                listed = isinstance(value, np.ndarray | list)
+                known = HARMLESS_KEYS[key] is None or (not listed and value in HARMLESS_KEYS[key])
             else:
-                known = key in READ_KEYS or (plain and value in (0, False, ""))  # switched off
+                known = key in READ_KEYS or not changes_model(key, value)
             if not known:
                 raise self.error(key, value, f"this is not supported for {self.architecture}")
+
+
+def unread_keys(file: GgufFile) -> list[str]:
+    """List the keys of the file's architecture that `gguf_config` accepts without knowing them."""
+    meta = _Metadata(file)
+    return [f"{meta.architecture}.{key}" for key in meta.values if key not in READ_KEYS and key not in HARMLESS_KEYS]
 
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
@@ -232,10 +242,19 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
         kind="yarn",
         theta=theta,
         factor=factor,
-        original_max_positions=meta.positive("rope.scaling.original_context_length", max_positions),
+        original_max_positions=meta.positive(ORIGINAL, max_positions),
         beta_fast=fast,
         beta_slow=slow,
     )
+
+
+def _context(meta: _Metadata, rope: Rope, max_positions: int) -> int:
+    """Return the context in tokens, to which YaRN's and the linear scaling's factor count."""
+    original = meta.positive(ORIGINAL, max_positions if rope.kind == "yarn" else None)
+    if rope.kind not in ("yarn", "linear") or original is None:
+        return max_positions
+    keys = f"{meta.file.path}: {meta.architecture}.rope.scaling.factor x {ORIGINAL}"
+    return extended_context(max_positions, rope.factor, original, keys)
 
 
 def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:

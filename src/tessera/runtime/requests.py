@@ -210,7 +210,8 @@ def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
     if len(tokens) > limit:
         raise ValueError(
             f"{name} has {len(tokens)} tokens but the model's context is {limit}: shorten it by "
-            f"{len(tokens) - limit} tokens, or use a model with a longer context"
+            f"{len(tokens) - limit} tokens, or use a model with a longer context (max_position_embeddings in "
+            f"config.json, context_length in a GGUF file, or YaRN's factor)"
         )
     ids = np.asarray(tokens)
     wrong = ids[(ids < 0) | (ids >= vocab_size)]

@@ -1,0 +1,87 @@
+"""Sort the unknown keys of a model's files: refuse those that may change the mathematics, and list the others.
+
+Configs carry notes of training scripts and converters, a set that grows with each release. A key is taken to concern
+the mathematics by the words of its name, at any depth.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tessera.core.escapes import escaped
+
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+"""One word of a key, in snake_case, camelCase or with dots."""
+MATHS = re.compile(
+    r"rope|rotary|rot|mrope|yarn|ntk|alibi|theta|attn|attention|attentions|qk|qkv|kv|query|\w*norm\w*|\w*scal\w*|"
+    r"factor|soft\w*|cap|capping|clip|clamp|window|windows|sliding|swa|bias|biases|act|activation|activations|\w+glu|relu|"
+    r"gelu|silu|expert|experts|moe|router|routing|gate|gated|gating|mlp|ffn|ff|feed|head|heads|hidden|intermediate|layer|"
+    r"layers|embed\w*|emb|mult|multiplier|multipliers|residual\w*|logit|logits|position|positions|positional|pos|"
+    r"quant\w*|compress\w*|spars\w*|sink|sinks|mask|bidirectional|conv|ssm|mamba|mup|depth|width|dim|dims|tie|tied|"
+    r"temperature|interleaved?|section|sections"
+)
+"""Words of keys that may change the logits."""
+HARMLESS = re.compile(
+    r"dropout|pdrop|drop|layerdrop|initializer|init|loss|coef|grad|gradient|lr|flash|fused|implementation|checkpoint|"
+    r"checkpointing|dtype|id|ids|index"
+)
+"""Words of keys that concern training or speed, whatever else the name says, unless it speaks of quantisation."""
+FACTORS = re.compile(r"mult|multiplier|multipliers|\w*scal\w*|factor|pct|ratio")
+"""Words of keys that have no effect at 1."""
+NEEDED = {key: True for key in ("is_causal", "causal", "use_rope", "use_rotary", "rms_norm", "use_rms_norm")}
+"""Keys that name what the supported models do, with the value that they must have."""
+USUAL = {
+    "position_embedding_type": ("rope", "rotary"),
+    **dict.fromkeys(("normalization", "norm_type"), ("rmsnorm",)),
+    **dict.fromkeys(("activation_function", "hidden_activation"), ("silu", "swish", "swiglu")),
+}
+"""Keys with text values that name what the supported models do, with these values in lower case."""
+
+
+def changes_model(key: str, value: Any) -> str | None:
+    """Return the name of the key, or of a key inside its value, that may change the model's mathematics; else None.
+
+    Values that switch a feature off change nothing.
+    """
+    if key in NEEDED:
+        return None if value is None or value == NEEDED[key] else key
+    if isinstance(value, str) and value.lower().replace("_", "") in USUAL.get(key, ()):
+        return None
+    words = [word.lower() for word in WORDS.findall(key)]
+    if not _is_off(value, words) and _concerns_maths(words):
+        return key
+    return next((f"{key}.{found}" for name, inner in _inside(value) if (found := changes_model(name, inner))), None)
+
+
+def ignoring(keys: list[str]) -> str:
+    """Return a line that lists keys that are ignored; "" if there are none."""
+    names = escaped(", ".join(sorted(keys)), 300)
+    return f"ignoring {names} (unknown, and not about the model's mathematics by name)" if keys else ""
+
+
+def _concerns_maths(words: list[str]) -> bool:
+    if any(word.startswith("quant") for word in words):
+        return True
+    return any(map(MATHS.fullmatch, words)) and not any(map(HARMLESS.fullmatch, words))
+
+
+def _is_off(value: Any, words: list[str]) -> bool:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return all(_is_off(item, words) for item in value)
+    if isinstance(value, str):
+        return value.lower() in ("", "none", "null", "false", "off", "disabled", "default")
+    if isinstance(value, Mapping):
+        return not value
+    return value is None or value == 0 or (value == 1 and any(map(FACTORS.fullmatch, words)) and value is not True)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), inner) for key, inner in value.items())
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _inside(item)
