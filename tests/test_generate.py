@@ -314,6 +314,22 @@ def test_an_unfinished_character_comes_out_at_the_end():
 
 
 @pytest.mark.parametrize(
+    ("text", "stop", "least", "expected"),
+    [
+        ("abcabcabc", ("c",), 3, "abcab"),
+        ("abcabcabc", ("c",), 2, "ab"),
+        ("aaaa", ("aa",), 2, "a"),  # the stop begins in the tokens that must come, and ends after them
+        ("abab", ("ab",), 4, "abab"),
+    ],
+)
+def test_stop_strings_end_no_answer_before_its_minimum_length(text, stop, least, expected):
+    answer = Answer(1, len(text), (257,), stop, byte_tokenizer(), min_tokens=least)
+    pieces = [answer.push(byte, -1.0, 0.0) for byte in text.encode() if not answer.done]
+    assert "".join(pieces) == answer.generation(0.0).text == expected
+    assert answer.finish_reason == ("stop" if expected != text else "length")
+
+
+@pytest.mark.parametrize(
     ("shown", "text"),
     [((), "a b"), ((259,), "a<|user|> b"), ((259, 257), "a<|user|> b<|eos|>")],
 )

@@ -148,7 +148,7 @@ class Model:
             prompts: texts or token lists; lengths may differ.
             max_new_tokens: maximum number of tokens to generate per prompt; fewer if the model's context ends first.
             temperature: 0 takes the best token; a larger value divides the logits before sampling.
-            top_k: keep the k best tokens; 0 keeps all.
+            top_k: keep the k best tokens; 0 or -1 keeps all.
             top_p: of these, keep the fewest best tokens whose probabilities sum to top_p or more; 1 keeps all.
             min_p: of these, keep tokens with at least min_p times the best token's probability; 0 keeps all.
             repetition_penalty: changes the logits of tokens that are already in the prompt or the answer: positive ones
@@ -159,7 +159,8 @@ class Model:
             presence_penalty: subtracted from the logits of tokens that are already in the answer, from -2 to 2, as in
                 OpenAI's API; 0 changes nothing.
             stop: texts that end generation; the answer is cut before the first that appears.
-            seed: one for all prompts, or one per prompt. A draw depends only on seed and step, not on the batch.
+            seed: one for all prompts, or one per prompt, from -2**63 to 2**64 - 1. A draw depends only on seed and
+                step, not on the batch.
             stream: called with (prompt index, text piece) as soon as the piece is final; whole characters only.
             progress: called with (prompt tokens read, prompt tokens to read) while prompts are being read.
 
@@ -192,7 +193,7 @@ class Model:
                 max_new_tokens=max_new_tokens,
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 sampling=sampling,
-                seed=int(own),
+                seed=own,
             )
             for prompt, own in zip(tokens, seeds)
         ]

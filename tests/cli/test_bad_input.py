@@ -251,7 +251,8 @@ def test_unknown_dtype():
     [
         (["generate"], "no prompt: pass one in quotes"),
         (["generate", "", "--model", "MODEL"], "prompt 0 is empty"),
-        (["generate", "x", "--model", "MODEL", "--top-k", "-1"], "top_k=-1"),
+        (["generate", "x", "--model", "MODEL", "--top-k", "-2"], "top_k=-2"),
+        (["generate", "x", "--model", "MODEL", "--seed", str(2**64)], "seed=18446744073709551616 must be"),
         (["generate", "x", "--model", "MODEL", "--frequency-penalty", "-2.5"], "frequency_penalty=-2.5 must be"),
         (["generate", "x y", "--model", "MODEL", "--tokens"], "--tokens takes ids"),
         (["generate", "a", "b", "--model", "MODEL", "--stream"], "--stream prints the text of one prompt"),

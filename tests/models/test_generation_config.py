@@ -92,9 +92,13 @@ def test_the_note_names_what_counts():
 
 
 def test_values_that_switch_a_filter_off_compile_no_filter():
-    off = Sampling(temperature=1.0, top_k=0, top_p=1, min_p=0)
-    assert off.method == Method(draw=True)
-    assert int(off.values(50).top_k) == 50
+    for top_k in (0, -1):  # transformers' value and vLLM's
+        off = Sampling(temperature=1.0, top_k=top_k, top_p=1, min_p=0)
+        assert off.method == Method(draw=True)
+        assert int(off.values(50).top_k) == 50
+        config = parse_generation_config({"do_sample": True, "top_k": top_k})
+        assert Sampling(**config.sampling()).method == off.method
+        assert config.note({"temperature": 1}) == ""
 
 
 def test_evaluation_and_benchmarks_leave_nothing_to_the_file():

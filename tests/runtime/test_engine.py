@@ -71,7 +71,7 @@ MIXTURE = (
     Request(prompt=prompt(130), max_new_tokens=4, sampling=Sampling(temperature=0.9, top_k=40), seed=3),
     Request(prompt=prompt(20), max_new_tokens=9, sampling=Sampling(temperature=1.0), seed=4),
     Request(prompt=prompt(140), max_new_tokens=3, sampling=Sampling(repetition_penalty=1.7)),
-    Request(prompt=prompt(9), max_new_tokens=6, sampling=Sampling(temperature=0.7, repetition_penalty=1.3), seed=5),
+    Request(prompt=prompt(9), max_new_tokens=6, sampling=Sampling(temperature=0.7, repetition_penalty=1.3), seed=-5),
     Request(prompt=prompt(11), max_new_tokens=12, sampling=Sampling(frequency_penalty=1.5, presence_penalty=0.5)),
 )
 """Requests with every sampling method, some below the plan's cross-over and some above."""

@@ -1,5 +1,7 @@
 """Bias, reported tokens and guides: what an engine's request may add to sampling."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny import save_tiny
@@ -9,7 +11,7 @@ from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Failure, Request, Token
 from tessera.runtime.sampling import GREEDY, Sampling
 
-PROMPT = list(range(40, 60))
+PROMPT, END = list(range(40, 60)), 257
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,59 @@ def test_a_guide_restricts_its_own_row_alone(model, lag, temperature):
     assert len(tokens) > 2
 
 
+@pytest.mark.parametrize("paging", [None, Paging(num_pages=20, unit=32, page=16, sizes=(32,))])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_no_end_token_comes_before_the_minimum_length(model, lag, paging):
+    """The end token is the best one at every step; the other requests of the batch end as they do alone."""
+    options = {"slots": 3, "num_keys": 128, "paging": paging, "lag": lag}
+    ending = request(bias={END: 1e4}, max_new_tokens=9)
+    requests = (replace(ending, min_tokens=4), ending, replace(ending, min_tokens=9))
+    found = [events[-1].generation for events in run(model.engine(**options), *requests)]
+    assert [one.tokens.index(END) if END in one.tokens else None for one in found] == [4, 0, None]
+    assert [one.finish_reason for one in found] == ["stop", "stop", "length"]
+
+
+def test_an_answer_has_the_allowed_tokens_alone(model):
+    """The tokens are the model's best among them; the end token is one of them only if it is named."""
+    allowed = (5, 90, 200, 263)
+    *_, end = run(model.engine(), request(allowed=allowed))[0]
+    tokens = end.generation.tokens
+    rows = np.asarray(model.logits([PROMPT + tokens])[0])[len(PROMPT) - 1 :]
+    assert tokens == [max(allowed, key=row.__getitem__) for row in rows[:6]]
+    *_, end = run(model.engine(), request(allowed=(*allowed, END), bias={END: 1e4}, min_tokens=2))[0]
+    assert end.generation.tokens[2:] == [END]
+    assert set(end.generation.tokens[:2]) <= set(allowed)
+
+
+class Ending(Alternating):
+    """Allows even tokens, then odd ones, then only the end token."""
+
+    def allowed(self):
+        ends = np.arange(264) == END
+        return ends if len(self.taken) == 2 else super().allowed() & ~ends
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"allowed": (4, 7, 11)}, [{4}, {7, 11}, {END}]),  # the end of a guide needs no leave
+        ({"min_tokens": 5}, [set(range(0, 264, 2)), set(range(1, 264, 2)), {END}]),
+        ({"min_tokens": 2, "allowed": (4, 6, END, 9), "bias": {4: -np.inf}}, [{6}, {9}, {END}]),
+        ({"allowed": (4, 6)}, [{4, 6}]),  # no odd token is allowed
+        ({"bias": {token: -np.inf for token in range(1, 264, 2)}}, [set(range(0, 264, 2))]),
+    ],
+)
+def test_a_guide_and_the_requests_own_limits_hold_together(model, options, tokens):
+    [events] = run(model.engine(), request(guide=Ending, **options))
+    found = [event.token for event in events if isinstance(event, Token)]
+    assert len(found) == len(tokens)
+    assert all(token in allowed for token, allowed in zip(found, tokens))
+    if len(tokens) == 3:
+        assert events[-1].generation.finish_reason == "stop"
+    else:
+        assert "leave no token" in str(events[-1].error)
+
+
 def test_a_guide_that_fails_fails_its_request_alone(model):
     refused, fine = run(model.engine(), request(guide=Refusing), request())
     assert isinstance(refused[-1], Failure)
@@ -123,5 +178,17 @@ def test_a_request_says_which_special_tokens_show(model):
 def test_wrong_extras_are_refused(model):
     with pytest.raises(ValueError, match="bias has token 264"):
         model.engine().submit(request(bias={264: 1.0}))
-    with pytest.raises(ValueError, match="top_logprobs=21"):
-        request(top_logprobs=21)
+    with pytest.raises(ValueError, match="allowed has token 264"):
+        model.engine().submit(request(allowed=(264,)))
+    for options in ({"allowed": (END,), "min_tokens": 1}, {"allowed": (3,), "bias": {3: -np.inf}}):
+        with pytest.raises(ValueError, match="leave no token"):
+            model.engine().submit(request(**options))
+    for options, words in (
+        ({"top_logprobs": 21}, "top_logprobs=21"),
+        ({"min_tokens": 7}, "min_tokens=7 must be from 0 to max_new_tokens=6"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"allowed": ()}, "allowed is empty"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            request(**options)

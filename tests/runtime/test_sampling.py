@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution, token_counts
+from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution, fold_seed, later_seed, token_counts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampling.npz"
 NUM_CASES = 8
@@ -152,7 +152,7 @@ def test_a_repetition_penalty_alone_is_the_same_bits_for_prompt_and_answer(golde
     [
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": -2}, "top_k=-2"),
         ({"top_k": 2.5}, "top_k=2.5"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
@@ -169,12 +169,29 @@ def test_bad_values_are_named(bad, words):
 
 
 def test_seeds_are_one_or_one_per_prompt():
-    assert check_seeds(3, 2).tolist() == [3, 3]
-    assert check_seeds([1, 2], 2).tolist() == [1, 2]
+    assert check_seeds(3, 2) == [3, 3]
+    assert check_seeds([1, np.int32(2)], 2) == [1, 2]
     with pytest.raises(ValueError, match="3 values for 2 prompts"):
         check_seeds([1, 2, 3], 2)
-    with pytest.raises(ValueError, match="seed=-1"):
-        check_seeds(-1, 1)
+    for seed in (-(2**63) - 1, 2**64, 1.5):
+        with pytest.raises(ValueError, match=f"seed={seed} must be a whole number from"):
+            check_seeds([seed], 1)
+
+
+def test_seeds_of_64_bits_fold_to_32():
+    low = (0, 1, 2**31, 2**32 - 1)
+    assert [fold_seed(seed) for seed in low] == list(low)
+    assert fold_seed(-1) == fold_seed(2**64 - 1)
+    wide = [high << 32 | 7 for high in range(2000)]  # they differ in the high half alone
+    assert len({fold_seed(seed) for seed in (*wide, -1, -(2**63), 2**63 - 1)}) == 2003
+    assert fold_seed(1 << 32) == 0x514E28B7  # MurmurHash3's value for the key 1 after its mixing
+
+
+def test_the_seeds_of_choices_follow_each_other():
+    assert [later_seed(5, n) for n in range(3)] == [5, 6, 7]
+    assert later_seed(2**63 - 1, 1) == -(2**63)
+    assert fold_seed(later_seed(2**64 - 1, 1)) == 0
+    assert later_seed(2**32 - 1, 1) == 2**32
 
 
 def test_values_that_are_arrays_become_numbers():

@@ -20,7 +20,7 @@ from tessera.generate import Interrupted, Model
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import Request
-from tessera.runtime.sampling import Sampling
+from tessera.runtime.sampling import Sampling, later_seed
 from tessera.sparse.promise import promise_note
 
 NEW_TOKENS = 256
@@ -88,7 +88,7 @@ class Chat(Turns):
         conversation exceeds the context."""
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
-        seed = (self.seed + attempts) % 2**32
+        seed = later_seed(self.seed, attempts)
         request = Request(prompt=tokens, max_new_tokens=self.max_new_tokens, sampling=self.sampling, seed=seed)
         engine = self.model.engine(slots=1) if self._engine is None else self._engine
         self._engine = None  # an interrupted call may leave a donated, unusable cache

@@ -14,6 +14,7 @@ from tessera.chat.turns import Turns, answered, opening
 from tessera.core import interrupt
 from tessera.core.escapes import escaped, quoted
 from tessera.generate import Interrupted
+from tessera.runtime.sampling import later_seed
 
 WAIT_S, READ_S = 1.0, 5.0
 """Seconds between two requests that ask whether the server is ready, and maximum seconds for an answer to them."""
@@ -156,7 +157,7 @@ class RemoteChat(Turns):
     ) -> RemoteReply:
         """Send `messages`, which are `whole` without its `dropped` oldest turns, and keep the answer."""
         text, thought, counts = "", "", {}
-        body = {"model": self.source, "messages": messages, "seed": (self.seed + attempts) % 2**32, "stream": True}
+        body = {"model": self.source, "messages": messages, "seed": later_seed(self.seed, attempts), "stream": True}
         body |= self.options | {"stream_options": {"include_usage": True}}
         request = self._client.stream("POST", "/v1/chat/completions", json=body)
         try:

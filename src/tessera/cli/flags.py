@@ -47,7 +47,7 @@ class SamplingFlags:
     temperature: Annotated[Omittable[float], tyro.conf.arg(aliases=("--temp",))] = None
     """0 takes the best token; a larger value divides the logits. If not given, the value in generation_config.json."""
     top_k: Omittable[int] = None
-    """Draw from the k best tokens only; 0 is off. If not given, the value in generation_config.json."""
+    """Draw from the k best tokens only; 0 or -1 is off. If not given, the value in generation_config.json."""
     top_p: Omittable[float] = None
     """Draw only from the fewest best tokens whose probabilities sum to this value or more; 1 is off. If not given, the
     value in generation_config.json."""
@@ -66,8 +66,9 @@ class SamplingFlags:
 
     def values(self) -> dict[str, float | int]:
         """Check the sampling flags that were given, and return them as keyword arguments for Model.generate."""
-        from tessera.runtime.sampling import KINDS, Sampling
+        from tessera.runtime.sampling import KINDS, Sampling, check_seed
 
         found = {name: getattr(self, name) for name in KINDS if getattr(self, name) is not None}
         Sampling(**found)
+        check_seed(self.seed)
         return found

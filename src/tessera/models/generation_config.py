@@ -21,7 +21,7 @@ FIELDS = MappingProxyType(
     {
         "do_sample": maybe(TRUTH),
         "temperature": maybe(number(0, 100)),
-        "top_k": maybe(integer(0, MAX_SIZE)),
+        "top_k": maybe(integer(-1, MAX_SIZE)),
         "top_p": maybe(positive(1)),
         "min_p": maybe(number(0, 1)),
         "repetition_penalty": maybe(positive(100)),
@@ -117,6 +117,8 @@ def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
         ValueError: a value is out of range; the message names it.
     """
     check_fields(raw, FIELDS, FILE)
+    if raw.get("top_k") == -1:  # vLLM's value for "off", which transformers does not read
+        raw = {**raw, "top_k": 0}
     ignored = {key: raw[key] for key, neutral in UNSUPPORTED.items() if raw.get(key) not in (None, neutral, [], {})}
     return GenerationConfig(**{key: raw[key] for key in FIELDS if raw.get(key) is not None}, ignored=ignored)
 

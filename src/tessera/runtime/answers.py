@@ -64,12 +64,17 @@ class StopSearch:
         for character in stop[1:]:
             self._shorter.append(self._next(self._shorter[-1], character))
 
-    def push(self, piece: str) -> int | None:
-        """Add text. If it completes the stop string, return where the string begins, counted from the piece's start."""
+    def push(self, piece: str, *, heed: bool = True) -> int | None:
+        """Add text. If it completes the stop string, return where the string begins, counted from the piece's start.
+
+        Without `heed`, ignore stop strings that are complete within the piece.
+        """
         for index, character in enumerate(piece):
             self.matched = self._next(self.matched, character)
             if self.matched == len(self._stop):
-                return index + 1 - self.matched
+                if heed:
+                    return index + 1 - self.matched
+                self.matched = self._shorter[-1]
         return None
 
     def _next(self, matched: int, character: str) -> int:
@@ -89,6 +94,7 @@ class Answer:
         stop: texts that end the answer; it is cut before the first one that appears.
         tokenizer: None for an answer without text.
         shown: ids of special tokens whose names stay in the text.
+        min_tokens: number of tokens before a stop string may end.
     """
 
     def __init__(
@@ -100,13 +106,15 @@ class Answer:
         tokenizer: Tokenizer | None,
         *,
         shown: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ):
         self.prompt_tokens = prompt_tokens
-        self.limit = limit
+        self.limit, self.min_tokens = limit, min_tokens
         self.finish_reason: str | None = None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self._eos_ids, self._shown_ids = frozenset(eos_ids), shown
+        self.eos_ids = frozenset(eos_ids)
+        self._shown_ids = shown
         self._stop = [StopSearch(text) for text in stop]
         self._stream = None if tokenizer is None else tokenizer.stream(shown=shown)
         self._text = ""
@@ -132,7 +140,7 @@ class Answer:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
-        ends = token in self._eos_ids
+        ends = token in self.eos_ids
         if ends and token not in self._shown_ids:
             return self.finish("stop")
         if self._stream is not None and self._append(self._stream.push(token)):
@@ -177,7 +185,8 @@ class Answer:
 
     def _append(self, piece: str) -> bool:
         """Add text. If it completes a stop string, cut the text before that string, end the answer and return True."""
-        found = [len(self._text) + at for stop in self._stop if (at := stop.push(piece)) is not None]
+        heed = len(self.tokens) > self.min_tokens
+        found = [len(self._text) + at for stop in self._stop if (at := stop.push(piece, heed=heed)) is not None]
         self._text += piece
         if not found:
             return False

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int32
 
 from tessera.core.mesh import put
 from tessera.models.layers import Params
+from tessera.runtime.bias import bias_of, guided_bias
 from tessera.runtime.prompt_scores import prompt_tokens
 from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
-from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, token_counts
+from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, fold_seed, token_counts
 from tessera.sparse.contract import Reads
 
 NEUTRAL = Sampling()
@@ -40,7 +41,7 @@ def pick(scores: Float[Array, "B V"], counts: Array | None, tickets: Sequence[Ti
     samplings = tuple(NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets)
     method = reduce(or_, {ticket.request.method for ticket in tickets if ticket is not None}, NEUTRAL.method)
     values = values_of(samplings, scores.shape[1])
-    seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
+    seeds = np.array([0 if ticket is None else fold_seed(ticket.request.seed) for ticket in tickets], np.uint32)
     steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
     bias = bias_of(tickets, scores.shape) if method.extra else None
     return choose(scores, counts if method.penalised else None, seeds, steps, values, bias, method=method)
@@ -61,19 +62,6 @@ def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
     for column in found:
         column.flags.writeable = False  # later batches share it
     return found
-
-
-def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
-    """Return the bias of each row's logits: its request's `bias`, and -inf for tokens that its guide forbids."""
-    bias = np.zeros(shape, np.float32)
-    for row, ticket in zip(bias, tickets):
-        if ticket is None or not ticket.open:
-            continue
-        for token, value in ticket.request.bias.items():
-            row[token] = value
-        if ticket.allowed is not None:
-            row[~ticket.allowed] = -np.inf
-    return bias
 
 
 def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket]]:
@@ -107,7 +95,7 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
         elif ticket.guide is not None:
             try:
                 ticket.guide.push(token)
-                ticket.allowed = ticket.guide.allowed()
+                ticket.guided = guided_bias(ticket)
             except ValueError as error:
                 events.append(fail(ticket, error))
     return events, broken

@@ -23,6 +23,7 @@ from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
+from tessera.runtime.bias import check_bias, guided_bias
 from tessera.runtime.choosing import fail
 from tessera.runtime.lane import Lane
 from tessera.runtime.paged_lane import PagedLane
@@ -134,9 +135,10 @@ class Engine:
             started_s: value of time.perf_counter() from which the time to first token is measured; None means now.
 
         Raises:
-            ValueError: the prompt is empty or longer than the context, a token of the prompt or of `bias` is outside
-                the vocabulary, the request has `stop` texts but the engine has no tokenizer, the request has
-                `prompt_logprobs` but the engine has no pages, or the request's guide raises ValueError.
+            ValueError: the prompt is empty or longer than the context, a token of the prompt, of `bias` or of `allowed`
+                is outside the vocabulary, these and `min_tokens` leave no token, the request has `stop` texts but the
+                engine has no tokenizer, the request has `prompt_logprobs` but the engine has no pages, or the request's
+                guide raises ValueError.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
@@ -146,16 +148,15 @@ class Engine:
                 f"prompt_logprobs={request.prompt_logprobs} needs an engine with pages: pass `paging` to the engine"
             )
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
-        wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
-        if wrong:
-            raise ValueError(f"bias has token {wrong[0]}, but token ids are from 0 to {self.config.vocab_size - 1}")
         limit = min(request.max_new_tokens, room)
         eos_ids = () if request.ignore_eos else self.config.eos_ids
-        answer = Answer(len(request.prompt), limit, eos_ids, request.stop, self.tokenizer, shown=request.shown)
+        options = {"shown": request.shown, "min_tokens": request.min_tokens}
+        answer = Answer(len(request.prompt), limit, eos_ids, request.stop, self.tokenizer, **options)
         started_s = time.perf_counter() if started_s is None else started_s
         guide = None if request.guide is None else request.guide()
         ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s, guide=guide)
-        ticket.allowed = None if guide is None else guide.allowed()
+        check_bias(ticket, self.config.vocab_size)
+        ticket.guided = None if guide is None else guided_bias(ticket)
         self._submitted += 1
         self._tickets[ticket.id] = ticket
         self._waiting.append(ticket)

@@ -1,6 +1,6 @@
 """The input and output of an engine: requests and events."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.limits import RANKS
-from tessera.runtime.sampling import Method, Sampling
+from tessera.runtime.sampling import Method, Sampling, check_seed
 from tessera.sparse.contract import Reads
 
 
@@ -53,8 +53,13 @@ class Request:
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
         stop: texts that end the answer; the answer is cut before the first that appears.
         sampling: sampling parameters.
-        seed: seed of the random draws. A draw depends only on the seed, the logits and the number of tokens before it.
+        seed: seed of the random draws, of 64 bits (`sampling.fold_seed`). A draw depends only on the seed, the logits
+            and the number of tokens before it.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
+        allowed: ids of the only tokens that the answer may have. An end-of-sequence token is one of them only if it is
+            listed. None allows all tokens.
+        min_tokens: number of tokens before an end-of-sequence token or a stop string may end the answer. A guide whose
+            text is complete, so that it allows an end-of-sequence token only, ends the answer all the same.
         top_logprobs: number of best tokens to report per step, at most `limits.RANKS`.
         prompt_logprobs: number of best tokens to report per position of the prompt, at most `limits.RANKS`, together
             with the probability of the prompt's own token; None reports neither. Such a request reuses no cached keys,
@@ -79,6 +84,8 @@ class Request:
     sampling: Sampling = Sampling()
     seed: int = 0
     bias: Mapping[int, float] = MappingProxyType({})
+    allowed: Collection[int] | None = None
+    min_tokens: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
@@ -91,12 +98,26 @@ class Request:
     @cached_property
     def method(self) -> Method:
         """Optional steps of the sampling program that the request needs."""
-        return self.sampling.method | Method(extra=bool(self.bias or self.guide or self.top_logprobs))
+        return self.sampling.method | Method(extra=self.restricted or bool(self.guide or self.top_logprobs))
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the request has a bias, allowed tokens or a minimum length."""
+        return bool(self.bias or self.min_tokens) or self.allowed is not None
+
+    @cached_property
+    def allowed_ids(self) -> np.ndarray:
+        """The ids in `allowed`, none twice."""
+        return np.array(sorted(set(self.allowed)), np.int64)
 
     def __post_init__(self):
-        stop = self.stop
+        stop, _ = self.stop, check_seed(self.seed)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}")
+        if self.allowed is not None and not self.allowed:
+            raise ValueError("allowed is empty: list at least one token id, or pass None to allow all tokens")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"{stop=} must hold texts that are not empty")
         if self.ignore_eos and self.guide is not None:
@@ -170,7 +191,7 @@ class Ticket:
         dropped: whether the request was cancelled or failed.
         scored: `prompt_scores.RowScores` of the prompt's tokens, by the first position of each prefill call.
         guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
-        allowed: which tokens may come next, if there is a guide.
+        guided: bias of the next token's logits (`bias.guided_bias`), if there is a guide.
     """
 
     id: int
@@ -179,7 +200,7 @@ class Ticket:
     started_s: float
     scored: dict[int, Any] = field(default_factory=dict)
     guide: Guide | None = None
-    allowed: Bool[np.ndarray, "V"] | None = None
+    guided: Float[np.ndarray, "V"] | None = None
     row: int = 0
     reused: int = 0
     position: int = 0

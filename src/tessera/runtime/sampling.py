@@ -63,7 +63,7 @@ KINDS = MappingProxyType(
 class Sampling:
     """Checked sampling parameters; see Model.generate. The values are not static under jit.
 
-    These values switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0,
+    These values switch a step off: temperature 0 (takes the best token), top_k 0 or -1, top_p 1, min_p 0,
     repetition_penalty 1, frequency_penalty 0, presence_penalty 0.
     """
 
@@ -78,8 +78,8 @@ class Sampling:
     def __post_init__(self):
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 0):
-            raise ValueError(f"top_k={self.top_k} must be a positive whole number, or 0 to keep all tokens")
+        if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < -1):
+            raise ValueError(f"top_k={self.top_k} must be a positive whole number, or 0 or -1 to keep all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -92,6 +92,8 @@ class Sampling:
         for name, kind in KINDS.items():  # arrays are not hashable, and caches have these values as keys
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind(value))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)
 
@@ -229,12 +231,33 @@ def token_counts(
     return counts
 
 
-def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:
+def check_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
     """Return one seed per sequence, the same one for all if `seed` is a number; raise ValueError if one is invalid."""
     seeds = [seed] * batch if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} values for {batch} prompts: pass one integer, or one per prompt")
-    for value in seeds:
-        if not 0 <= value < 2**32:
-            raise ValueError(f"seed={value} must be between 0 and 2**32 - 1")
-    return np.asarray(seeds, np.uint32)
+    return [check_seed(value) for value in seeds]
+
+
+def check_seed(seed: int) -> int:
+    """Return the seed as a Python integer; raise ValueError unless it is one of 64 bits, with or without a sign."""
+    if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed} must be a whole number from -2**63 to 2**64 - 1")
+    return int(seed)
+
+
+def fold_seed(seed: int) -> int:
+    """Return the 32-bit seed of the random draws: the low half of a 64-bit seed XOR a hash of its high half.
+
+    A seed below 2**32 keeps its value, because the hash of 0 is 0. A negative seed counts as its two's complement. The
+    hash is the last step of MurmurHash3 (Appleby, 2011), which maps no two values to one.
+    """
+    high, low = divmod(seed % 2**64, 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        high = (high ^ high >> shift) * factor % 2**32
+    return low ^ high
+
+
+def later_seed(seed: int, count: int) -> int:
+    """Return seed + count, wrapped to 64 bits with a sign: the seed of the choice or the attempt `count` after this."""
+    return (seed + count + 2**63) % 2**64 - 2**63

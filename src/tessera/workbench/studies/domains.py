@@ -60,7 +60,7 @@ CONFIG: Mapping[str, Sane] = {
 GENERATION: Mapping[str, Sane] = {
     "do_sample": _BOOL,
     "temperature": _real(0, 1e9),
-    "top_k": _int(0, 2**31 - 1),
+    "top_k": _int(-1, 2**31 - 1),
     "top_p": _real(math.ulp(0.0), 1),
     "min_p": _real(0, 1),
     "repetition_penalty": _ABOVE_0,
