@@ -24,25 +24,18 @@ def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int]
     if guided or tokenizer is None:
         return Speech(forced=guided and body.forced, tools=dict(schemas(body.offered)) if body.forced else None)
     end = tokenizer.decode(prompt[-LAST:], skip_special=False).rstrip()
-    thoughts = thoughts_of(tokenizer)
     return Speech(
         dict(schemas(body.offered)),
         single=body.parallel_tool_calls is False,
-        thoughts=thoughts,
-        thinking=next((pair for pair in thoughts if end.endswith(pair[0])), None),
+        thoughts=THOUGHTS,  # of any model: fine-tuning teaches reasoning without a word in the template
+        thinking=next((pair for pair in THOUGHTS if end.endswith(pair[0])), None),
     )
-
-
-def thoughts_of(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of marks around the model's reasoning: those that its template or its vocabulary has."""
-    template = tokenizer.chat_template or ""
-    return tuple(pair for pair in THOUGHTS if pair[1] in template or tokenizer.backend.token_to_id(pair[0]) is not None)
 
 
 def shown_ids(tokenizer: Tokenizer | None, body: ChatBody) -> frozenset[int]:
     """Return the ids of the special tokens whose names must stay in the answer's text, so that it can be split."""
     if tokenizer is None:
         return frozenset()
-    wanted = {mark for pair in thoughts_of(tokenizer) for mark in pair} | (SPECIAL if body.offered else frozenset())
+    wanted = {mark for pair in THOUGHTS for mark in pair} | (SPECIAL if body.offered else frozenset())
     added = tokenizer.backend.get_added_tokens_decoder()
     return frozenset(id for id, token in added.items() if token.special and token.content in wanted)
