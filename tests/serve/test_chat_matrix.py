@@ -15,9 +15,8 @@ import pytest
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.serve import tools
 from tessera.serve.calls import schemas
-from tessera.serve.marks import thoughts_of
 from tessera.serve.protocol import ChatBody
-from tessera.serve.speech import Speech
+from tessera.serve.speech import THOUGHTS, Speech
 
 FOLDER = Path(__file__).parents[1] / "golden" / "chat"
 GOLDEN = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))
@@ -215,11 +214,9 @@ WRITTEN["qwen3"] = WRITTEN["qwen25"]
 
 def answered(family, text, *, size=None):
     """Return reasoning, text and calls of an answer that comes in pieces of `size` characters, or whole."""
-    tokenizer = tokenizer_of(family)
-    thoughts = thoughts_of(tokenizer)
     ahead = GOLDEN["families"][family]["prompts"]["plain"].rstrip()
-    thinking = next((pair for pair in thoughts if ahead.endswith(pair[0])), None)
-    speech = Speech(dict(schemas(OFFERED)), thoughts=thoughts, thinking=thinking)
+    thinking = next((pair for pair in THOUGHTS if ahead.endswith(pair[0])), None)
+    speech = Speech(dict(schemas(OFFERED)), thoughts=THOUGHTS, thinking=thinking)
     said = [speech.push(text[at : at + size]) for at in range(0, len(text), size)] if size else [speech.push(text)]
     rest, calls = speech.finish()
     said.append(rest)
@@ -247,15 +244,12 @@ def test_the_calls_that_a_familys_models_write_are_found(family):
     prompts = GOLDEN["families"][family]["prompts"]
     for part in WRITTEN[family]:  # what the models write is what the template shows them
         assert part.removeprefix("; ") in numbered(prompts["several"])
-    thinks = bool(thoughts_of(tokenizer_of(family)))
-    assert thinks == (family in ("qwen3", "deepseek_r1_distill"))
     opened = prompts["plain"].rstrip().endswith("<think>")
     assert opened == (family == "deepseek_r1_distill")
     for text, plain, calls in variants(family):
-        answers = [("", text)] if not opened else []
-        if thinks:
-            thought = f"Shall I?\n{WRITTEN[family][0]}\nYes."  # calls in the reasoning are none
-            answers.append((thought, f"{'' if opened else '<think>'}\n{thought}\n</think>\n\n{text}"))
+        thought = f"Shall I?\n{WRITTEN[family][0]}\nYes."  # calls in the reasoning are none
+        answers = [(thought, f"{'' if opened else '<think>'}\n{thought}\n</think>\n\n{text}")]
+        answers += [] if opened else [("", text)]
         for reasoning, whole in answers:
             for size in (None, 1, 7):
                 assert answered(family, whole, size=size) == (reasoning, plain, calls), (whole, size)
