@@ -111,22 +111,39 @@ def test_factors_that_are_not_llama3s_are_refused(tmp_path):
 # Types
 
 
+WRITABLE = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 TQ1_0 TQ2_0 MXFP4".split()
+OTHERS = "IQ4_NL IQ4_XS IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS IQ1_S IQ1_M TQ1_0 TQ2_0 MXFP4 NVFP4".split()
+"""Types that the gguf package dequantises and TYPES does not list."""
+
+
 def encode(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """Encode a matrix in this type; a K-quant, which the gguf package cannot write, is random with small scales."""
+    """Encode a matrix in this type; a type that the gguf package cannot write gets random values with small scales."""
     kind = Q[name]
-    if not name.endswith("_K"):
+    if name in WRITABLE:
         return gguf.quantize(array, kind), kind
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 256, (array.size // values, num_bytes), dtype=np.uint8)
     scales = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8).reshape(len(blocks), 4)
-    where = {"Q2_K": slice(-4, None), "Q3_K": slice(-2, None), "Q6_K": slice(-2, None)}.get(name, slice(0, 4))
+    if name == "IQ1_M":  # the scale's bits are spread over the last eight bytes
+        blocks[:, -1] = blocks[:, -1] & 15 | 0x20
+        return blocks.reshape(array.shape[0], -1), kind
+    if name == "NVFP4":  # four float8 scales
+        blocks[:, :4] &= 0x3F
+        return blocks.reshape(array.shape[0], -1), kind
+    at_end = {"Q2_K": 4, **dict.fromkeys(("Q3_K", "Q6_K"), 2)}
+    where = slice(-at_end[name], None) if name in at_end else slice(0, 4 if name in ("Q4_K", "Q5_K") else 2)
     blocks[:, where] = scales[:, : blocks[:, where].shape[1]]
     return blocks.reshape(array.shape[0], -1), kind
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in TYPES.values()])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((layout.name, dtype) for layout in TYPES.values() for dtype in ("float32", "bfloat16")),
+        *((name, "float32") for name in OTHERS),
+    ],
+)
 def test_every_type_equals_the_float_checkpoint(tmp_path, name, dtype):
     """The oracle dequantises whole tensors, reorders q's and k's rows itself, and saves safetensors."""
     metadata, tensors = tiny_model(300, hidden=256)
@@ -286,11 +303,22 @@ def test_tensor_refusals(tmp_path, change, named):
     assert named in refusal(write_gguf(tmp_path / "x.gguf", metadata, tensors))
 
 
-def test_quantised_types_that_are_not_supported_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["F64", "Q8_1", "Q8_K", "I32", "Q1_0"])
+def test_types_that_cannot_be_dequantised_are_named(tmp_path, name):
     metadata, tensors = tiny_model(64, hidden=256)
-    blocks = np.zeros((256, gguf.GGML_QUANT_SIZES[Q.IQ4_XS][1]), np.uint8)
-    tensors["blk.0.attn_q.weight"] = blocks, Q.IQ4_XS
-    assert "IQ4_XS" in refusal(write_gguf(tmp_path / "x.gguf", metadata, tensors))
+    values, num_bytes = gguf.GGML_QUANT_SIZES[Q[name]]
+    tensors["blk.0.attn_q.weight"] = np.zeros((256, 256 // values * num_bytes), np.uint8), Q[name]
+    said = refusal(write_gguf(tmp_path / "x.gguf", metadata, tensors))
+    assert f"has the type {name}, which the gguf package cannot dequantise: take a file of another type" in said
+
+
+def test_weights_as_stored_name_the_types_that_they_keep(tmp_path):
+    metadata, tensors = tiny_model(64, hidden=256)
+    tensors["blk.0.attn_q.weight"] = encode("IQ4_NL", tensors["blk.0.attn_q.weight"][0])
+    path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    said = "weights='gguf' supports Q4_0, Q4_1, Q8_0 and floats, but .* is IQ4_NL: pass weights='int8', or None"
+    with pytest.raises(ValueError, match=said):
+        load_params(path, read_config(path), weights="gguf")
 
 
 # Hostile files

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -43,7 +44,8 @@ TYPES = {
     14: Layout("Q6_K", 256, 210),
     30: Layout("BF16", 1, 2),
 }
-"""Tensor types that can be dequantised, by their number in the file."""
+"""Tensor types of most files, by their number in the file. `layout_of` finds the others in the gguf package, whose
+import takes longer than reading a header."""
 
 SCALARS = {
     0: "<u1",
@@ -317,12 +319,11 @@ def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor
         raise header.error(f"{what} has {num_dims} dimensions instead of 1 to 4")
     shape = tuple(header.number("Q", what) for _ in range(num_dims))[::-1]
     kind, offset = header.number("I", what), header.number("Q", what)
-    if kind not in TYPES:
-        supported = ", ".join(layout.name for layout in TYPES.values())
+    if (layout := TYPES.get(kind) or layout_of(kind)) is None:
         raise ValueError(
-            f"{what} in {header.path} has the unsupported type {_type_name(kind)}: the type must be one of {supported}"
+            f"{what} in {header.path} has the type {_type_name(kind)}, which the gguf package cannot dequantise: take "
+            f"a file of another type, such as Q4_K_M or Q8_0, or update the package"
         )
-    layout = TYPES[kind]
     if min(shape) < 1 or shape[-1] % layout.values:
         raise header.error(f"{what} has shape {shape}, which {layout.name} cannot store")
     if offset % alignment:
@@ -331,6 +332,20 @@ def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor
     if offset + tensor.num_bytes > header.size:
         raise header.error(f"it is cut short: {what} of shape {shape} at {offset} does not fit in {header.size} bytes")
     return tensor
+
+
+@cache
+def layout_of(kind: int) -> Layout | None:
+    """Return the layout of the tensor type with this number; None if the gguf package cannot dequantise the type."""
+    import gguf
+
+    try:
+        found = gguf.GGMLQuantizationType(kind)
+        layout = Layout(found.name, *gguf.GGML_QUANT_SIZES[found])
+        gguf.dequantize(np.zeros((1, layout.num_bytes), np.uint8), found)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+    return layout
 
 
 def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
