@@ -119,6 +119,11 @@ def test_templates_are_rendered_as_transformers_does():
     assert len(with_template("{{ strftime_now('%Y') }}").render_chat([])) == 4
 
 
+def test_a_template_that_needs_a_list_of_tools_gets_an_empty_one():
+    tokenizer = with_template("{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}")
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -71,7 +71,7 @@ def empty_content(message):
 
 
 def no_content(message):
-    return message["content"] is None and message.pop("content")
+    return message["content"] or message.pop("content")
 
 
 def no_parts(message):

@@ -91,6 +91,7 @@ def names(calls):
         ),
         ('<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [SUM]),
         ("<|python_tag|>add.call(a=1, b=2)", "", [SUM]),
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "", [SUM]),  # only the end mark
         ("[add(a=1, b=2), stop()]", "", [SUM, ("stop", {})]),
         ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]', "", [SUM]),
         ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]stop{}', "", [SUM, ("stop", {})]),

@@ -177,7 +177,13 @@ class Tokenizer:
         size = _plain_size(data)
         data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
         template = (variables.get("tools") and self.tool_template) or self.chat_template
-        return self._renderer.render(template, data, size)
+        try:
+            return self._renderer.render(template, data, size)
+        except ValueError as error:
+            # Hermes' template for tools iterates over them even if there are none
+            if data["tools"] is not None or "'NoneType' object is not iterable" not in str(error):
+                raise
+            return self._renderer.render(template, data | {"tools": []}, size)
 
     def traits(self, *, offered: bool) -> Traits:
         """Return what the chat template does with calls, in conversations that offer tools or in those that do not."""

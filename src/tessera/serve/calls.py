@@ -227,7 +227,7 @@ FORMS: Sequence[Form] = (
     Form("<tools>", _closed("</tools>", _objects), sure=False),
     Form("<function_call>", _closed("</function_call>", _objects), sure=False),
 )
-BARE = Form("", _either(_objects, _list), sure=False)
+BARE = Form("", _either(_closed(CLOSE, _objects), _list), sure=False)
 """The form without a mark, at the start of an answer."""
 BY_MARK = {form.mark: form for form in FORMS}
 MARK = re.compile("|".join(map(re.escape, BY_MARK)))

@@ -28,7 +28,8 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
         if message["role"] == "tool":
             id = message.get("tool_call_id") or next(iter(names), "")
             named = {"name": names.pop(id)} if id in names else {}
-            found.append({**named, **message, "tool_call_id": _short(id) if traits.short_ids else id})
+            own = {"content": message["content"] or "", "tool_call_id": _short(id) if traits.short_ids else id}
+            found.append({**named, **message, **own})
         elif "tool_calls" in message:
             calls = [
                 {**call, "id": call.get("id") or f"call{index:04}{place}"}
