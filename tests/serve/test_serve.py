@@ -630,6 +630,8 @@ def test_ctrl_c_ends_the_warm_up_at_once(model):
         (["--name", "mod\udce9le"], r"the model's name 'mod\udce9le' cannot be shown"),
         (["--name", "\x1b[31mred"], r"the model's name '\x1b[31mred' cannot be shown"),
         (["--pin"], "--pin names no file"),
+        (["--cors"], "--cors names no origin"),
+        (["--cors", "example.org"], "--cors 'example.org' is no origin"),
         (["--pin", ""], "--pin names no file"),
         (["--spill-gb", "nan"], "--spill-gb nan must be"),
         (["--port", "99999"], "--port 99999"),

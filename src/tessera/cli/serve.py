@@ -47,6 +47,9 @@ class Serve:
     """Port to listen on; 0 takes a free one."""
     api_key_file: Omittable[Path] = None
     """File with the accepted API keys, one per line."""
+    cors: Omittable[tuple[str, ...]] = None
+    """Origins of web pages that may use the server from a browser, such as https://chat.example.org, in addition to
+    this machine's own pages; * allows every page, which then can use a server without API keys through your browser."""
     name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
     """Name of the model in the API; the name of its file or folder if not given."""
     context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
@@ -99,14 +102,15 @@ class Serve:
         if self.path is not None and self.model is not None:
             raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
         keys = self.keys()
-        from tessera.serve import server
+        from tessera.serve import cors, server
 
+        origins = cors.origins(self.cors or ())
         bound = server.listen(self.host, self.port)
         with bound:
             if self.replicas is not None:
-                return self.run_replicas(bound, keys)
+                return self.run_replicas(bound, keys, origins)
             site = self.site(keys)
-            server.run(site, bound, keys)
+            server.run(site, bound, keys, origins)
         if site.service.error is not None:
             raise site.service.error
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
@@ -121,10 +125,12 @@ class Serve:
                 raise ValueError(f'--{name} "" is empty: give it a value, or leave out --{name}')
         if self.pin is not None and (not self.pin or Path() in self.pin):  # Path("") is Path()
             raise ValueError("--pin names no file: name at least one, or leave out --pin")
+        if self.cors is not None and "" in (self.cors or ("",)):
+            raise ValueError("--cors names no origin: name at least one, or leave out --cors")
         if not self.served_name.isprintable():  # half a character, which JSON cannot hold, or a control character
             raise ValueError(f"the model's name {quoted(self.served_name)} cannot be shown: choose one with --name")
 
-    def run_replicas(self, bound, keys: tuple[str, ...]) -> int:
+    def run_replicas(self, bound, keys: tuple[str, ...], origins: tuple[str, ...]) -> int:
         """Serve with several replicas until SIGTERM or Ctrl-C."""
         from tessera.cli.model_commands import named_model
         from tessera.core.mesh import parse
@@ -139,8 +145,8 @@ class Serve:
         same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
         end_s = cluster.END_S if self.spill is None else cluster.WRITE_S
         launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1], end_s=end_s)
-        sizes = {"count": self.replicas, "margin": self.slots}
-        cluster.run(launcher, tokenizer, name=self.served_name, context=self.context, bound=bound, **sizes)
+        named = {"name": self.served_name, "context": self.context, "origins": origins}
+        cluster.run(launcher, tokenizer, count=self.replicas, margin=self.slots, bound=bound, **named)
         return 0
 
     @property

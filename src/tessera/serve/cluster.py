@@ -318,6 +318,7 @@ def run(
     margin: int,
     context: int | None,
     bound: socket.socket,
+    origins: Sequence[str] = (),
 ) -> None:
     """Serve on a socket from `server.listen` with several replicas until SIGTERM or Ctrl-C.
 
@@ -331,6 +332,7 @@ def run(
         margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
         context: maximum tokens of one request; None if only the replicas know it.
         bound: the socket.
+        origins: origins of other machines' pages that may use the server (see `cors.origins`).
 
     Raises:
         ValueError, MemoryError, OSError: the model cannot be served.
@@ -339,7 +341,7 @@ def run(
     async def serve() -> None:
         replicas = Replicas(launcher, count)
         relay = Relay(replicas, tokenizer, margin, context)
-        configured = server.configured(relay, launcher.keys)
+        configured = server.configured(relay, launcher.keys, origins=origins)
         configured.limit_concurrency = clients(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         front = server.Server(configured, replicas)
         server.take_signals(front)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+from tessera.serve.cors import LOCAL
 from tessera.serve.schema import Refusal
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/ready"})
 """Paths that need no API key: health probes, the pages, of which the chat asks its user for the key, and the API's
 description. Their responses reveal nothing about requests."""
 
-LOCAL = re.compile(rb"(?i)(https?://)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
+HERE = re.compile(rf"(https?://)?{LOCAL}".encode())
 """Values of the headers Host and Origin that name this machine."""
 
 TENANT = "tessera.tenant"
@@ -48,14 +49,20 @@ class Front:
         app: application that gets the accepted requests.
         keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
             must name this machine.
+        origins: origins of other machines' pages that need not be of this machine (see `cors.origins`).
         own: another accepted key, that of the front of several replicas; its tenant is "" at each start. "" means none.
     """
 
     def __init__(
-        self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = (), own: str = ""
+        self,
+        app: Callable[[Message, Receive, Send], Awaitable[None]],
+        keys: Sequence[str] = (),
+        own: str = "",
+        origins: Sequence[str] = (),
     ):
         accepted = (*keys, own) if own else keys
         self.app, self.keys, self._front = app, tuple(key.encode() for key in accepted), own.encode()
+        self._origins = frozenset(each.encode() for each in origins)
         self.held = 0  # bytes of all bodies that are being read or answered
         self._own: Counter[str] = Counter()  # of each tenant
 
@@ -74,7 +81,7 @@ class Front:
 
         try:
             if not self.keys:
-                _check_local(headers)
+                _check_local(headers, self._origins)
             if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
                 raise Refusal(400, "the request has several headers 'Authorization': send one")
             scope[TENANT] = tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
@@ -130,18 +137,20 @@ class Front:
         return "" if own.strip() == self._front else tenant_of(own.strip().decode())
 
 
-def _check_local(headers: dict[bytes, bytes]) -> None:
+def _check_local(headers: dict[bytes, bytes], origins: frozenset[bytes]) -> None:
     """Refuse a request that another site's web page sends from a browser on this machine.
 
     Otherwise the page could send requests to this server and, once the page's domain name resolves to this machine (DNS
-    rebinding), read the answers. Only browsers send the header Origin.
+    rebinding), read the answers. Only browsers send the header Origin. `origins` are those of other allowed pages.
     """
     for name in (b"host", b"origin"):
-        if (given := headers.get(name)) and not LOCAL.fullmatch(given.strip()):
+        if (given := headers.get(name, b"").strip()) and not HERE.fullmatch(given):
+            if name == b"origin" and (given in origins or b"*" in origins):
+                continue
             raise Refusal(
                 403,
                 f"the header {name.decode()} names another machine, but a server without API keys accepts only its own "
-                "name: start it with --api-key-file, or send the request to localhost",
+                "name: start it with --api-key-file, or send the request to localhost; --cors allows other origins",
             )
 
 

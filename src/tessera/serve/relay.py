@@ -24,7 +24,7 @@ from tessera.serve.turns import Turns
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 """Route -> schema of its body, for the routes whose prompt decides which replica answers. Any replica can answer other
 routes."""
-OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "x-request-id"})
+OWN = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date", "vary", "x-request-id"})
 """Headers of a replica's answer that the front sets itself."""
 BUSY = (429, 503)
 """Statuses with which a replica declines a request; another replica may have room."""

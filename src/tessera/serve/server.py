@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.core import interrupt
 from tessera.serve.app import create
+from tessera.serve.cors import Cors
 from tessera.serve.front import Front
 from tessera.serve.schema import Refusal
 from tessera.serve.site import Site
@@ -318,10 +319,12 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = (), own: str = "") -> uvicorn.Config:
-    """Return uvicorn's configuration; `keys` and `own` are the accepted API keys (see `Front`)."""
+def configured(
+    app: Callable[..., Awaitable[None]], keys: Sequence[str] = (), own: str = "", origins: Sequence[str] = ()
+) -> uvicorn.Config:
+    """Return uvicorn's configuration; see `Front` for the accepted API keys and for the origins of web pages."""
     return uvicorn.Config(
-        Front(app, keys, own),
+        Cors(Front(app, keys, own, origins), origins),
         http=Deadlines,
         ws="none",
         lifespan="off",
@@ -335,9 +338,9 @@ def configured(app: Callable[..., Awaitable[None]], keys: Sequence[str] = (), ow
     )
 
 
-def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
+def run(site: Site, bound: socket.socket, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
     """Serve on a socket from `listen` until SIGTERM, SIGHUP or Ctrl-C, and return after the last response."""
-    server = Server(configured(create(site), keys), site.service)
+    server = Server(configured(create(site), keys, origins=origins), site.service)
     take_signals(server)
     closed = getattr(signal, "SIGHUP", None)  # of the server's terminal; Windows has no such signal
     if closed is not None and signal.getsignal(closed) is not signal.SIG_IGN:  # nohup ignores it
