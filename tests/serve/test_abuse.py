@@ -286,13 +286,13 @@ def test_probabilities_beside_a_grammar_are_json(running, stream):
 
 
 def test_slow_schemas_of_one_client_delay_no_other(running, monkeypatch):
-    compile = running.site.grammars.json
+    compile = running.site.grammars.guides
 
-    def slow(schema):
-        time.sleep(0.2 if "slow" in schema else 0)
-        return compile(schema)
+    def slow(form):
+        time.sleep(0.2 if "slow" in form.text else 0)
+        return compile(form)
 
-    monkeypatch.setattr(running.site.grammars, "json", slow)
+    monkeypatch.setattr(running.site.grammars, "guides", slow)
     body = {"messages": HELLO, "max_tokens": 1, "response_format": schema({"type": "null", "slow": True})}
     with ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(post, running, CHAT, body, {"Authorization": f"Bearer {OTHER}"}) for _ in range(20)]

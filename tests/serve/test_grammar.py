@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tessera.core.child import Worker
 from tessera.models.tokenizer import Tokenizer, byte_tokenizer
 from tessera.serve import grammar
+from tessera.serve.forms import json_form
 from tessera.serve.grammar import Grammars
 from tessera.serve.schema import Refusal
 from tessera.serve.tools import call_schema
@@ -27,9 +28,13 @@ def grammars():
     return Grammars(BYTES, BYTES.vocab_size, [EOS])
 
 
+def compiled(grammars, schema):
+    return grammars.guides(json_form(schema, "response_format"))
+
+
 def follows(grammars, schema, value):
     """Return whether a value, as JSON text, follows a schema."""
-    guide = grammars.json(schema)()
+    guide = compiled(grammars, schema)()
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     for token in BYTES.encode(text, add_special=False, parse_special=False):
         if not guide.allowed()[token]:
@@ -40,7 +45,7 @@ def follows(grammars, schema, value):
 
 def forced(tokenizer, schema, eos):
     """Return the ids of an answer for which the schema leaves no choice but how to tokenise it."""
-    guide, ids = Grammars(tokenizer, tokenizer.vocab_size, [eos]).json(schema)(), []
+    guide, ids = Grammars(tokenizer, tokenizer.vocab_size, [eos]).guides(json_form(schema, "response_format"))(), []
     while not (allowed := guide.allowed())[eos] and len(ids) < 100:
         ids.append(int(np.flatnonzero(allowed)[0]))
         guide.push(ids[-1])
@@ -53,7 +58,7 @@ def forced(tokenizer, schema, eos):
 @pytest.mark.parametrize("pattern", ["^(a{1000}){1000}$", "^b(a{1000}){1000}$", "^((a{100}){100}){100}$"])
 def test_a_nested_repetition_is_refused_before_an_answer(grammars, pattern):
     with pytest.raises(ValueError, match="too many expressions"):
-        grammars.json({"type": "string", "pattern": pattern})
+        compiled(grammars, {"type": "string", "pattern": pattern})
 
 
 def test_a_nested_repetition_that_comes_late_ends_its_answer(grammars):
@@ -65,14 +70,14 @@ def test_a_nested_repetition_that_comes_late_ends_its_answer(grammars):
 
 def test_an_answer_whose_masks_take_long_is_ended(grammars, monkeypatch):
     monkeypatch.setattr(grammar, "REQUEST_S", 0.0)
-    guide = grammars.json({"type": "string", "pattern": "^(a{100}){100}$"})()
+    guide = compiled(grammars, {"type": "string", "pattern": "^(a{100}){100}$"})()
     assert guide.allowed()[ord('"')]
     with pytest.raises(ValueError, match="too much processor time per token"):
         guide.push(ord('"'))
 
 
 def test_the_answers_of_a_request_share_its_processor_time(grammars):
-    make = grammars.json({"type": "string"})
+    make = compiled(grammars, {"type": "string"})
     first, second = make(), make()
     first._allowance.left_s = -1.0
     with pytest.raises(ValueError, match="too much processor time per token"):
@@ -88,7 +93,7 @@ def test_the_answers_of_a_request_share_its_processor_time(grammars):
     ],
 )
 def test_large_schemas_of_real_use_are_accepted(grammars, schema):
-    assert grammars.json(schema)().allowed().any()
+    assert compiled(grammars, schema)().allowed().any()
 
 
 # --- to the letter
@@ -130,7 +135,7 @@ def test_the_name_of_a_special_token_is_text_in_a_vocabulary_like_sentencepiece(
 )
 def test_options_of_llguidance_are_refused(grammars, schema):
     with pytest.raises(ValueError, match="x-guidance"):
-        grammars.json(schema)
+        compiled(grammars, schema)
 
 
 def test_data_may_have_the_names_of_keywords(grammars):
@@ -152,7 +157,7 @@ def test_data_may_have_the_names_of_keywords(grammars):
 )
 def test_numbers_that_would_change_are_refused(grammars, schema, named):
     with pytest.raises(ValueError, match=named):
-        grammars.json(schema)
+        compiled(grammars, schema)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_a_schema_whose_worker_is_killed_is_compiled_by_another(grammars):
 def test_a_schema_that_ends_two_workers_is_refused(grammars):
     chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(10_000)}
     with pytest.raises(ValueError, match="references are too deep"):
-        grammars._tried(json.dumps({"$ref": "#/$defs/0", "$defs": chain}))
+        grammars._tried("json", json.dumps({"$ref": "#/$defs/0", "$defs": chain}), "schema")
     assert follows(grammars, {"const": 1}, 1)
 
 
@@ -251,5 +256,5 @@ def test_a_worker_that_does_not_start_is_not_the_schemas_fault(command):
     broken = Grammars(BYTES, BYTES.vocab_size, [EOS])
     broken._worker = Worker([command], ready_s=5)
     with pytest.raises(Refusal, match="again") as refused:
-        broken.json({"const": 1})
+        compiled(broken, {"const": 1})
     assert refused.value.status == 503

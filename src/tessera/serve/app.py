@@ -62,9 +62,10 @@ def create(site: Site) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = await site.bodies.of(request, CompletionBody)
         check_model(site, body.model)
+        encoding = partial(encode_prompt, add_special=body.add_special_tokens)
         # one turn per prompt: otherwise a request with 64 long prompts would hold the tokenizer for seconds
         prompts = [
-            await in_turn(request, site.encoding, encode_prompt, site, prompt, f"prompt {index}")
+            await in_turn(request, site.encoding, encoding, site, prompt, f"prompt {index}")
             for index, prompt in enumerate(body.prompts)
         ]
         return await _answer(request, site, body, prompts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
@@ -9,7 +10,8 @@ from fastapi import Request
 from tessera.models.chat_template import Unavailable
 from tessera.runtime.requests import Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
-from tessera.serve.protocol import CHAT_TOKENS, ChatBody, SamplingFields
+from tessera.serve.fields import refusal_of
+from tessera.serve.protocol import ChatBody, Conversation, Prompt, SamplingFields
 from tessera.serve.schema import Refusal
 from tessera.serve.site import Site, tokenizer_of
 from tessera.serve.tools import encode
@@ -18,6 +20,8 @@ from tessera.serve.turns import in_turn
 START, SLACK = 8, 64
 """Characters per token of the context to encode first, of a longer text, and tokens by which that may exceed the
 context."""
+SEEDS = 2**32
+"""Number of different seeds."""
 
 
 def _check_start(site: Site, text: str, param: str) -> None:
@@ -30,21 +34,37 @@ def _check_start(site: Site, text: str, param: str) -> None:
         raise Refusal(400, f"{param} has over {site.context:,} tokens, but may have no more: shorten it", param=param)
 
 
-def encode_prompt(site: Site, prompt: str | Sequence[int], name: str) -> list[int]:
-    """Return the tokens of a prompt, which messages call `name`; raise Refusal if it cannot be encoded."""
-    if isinstance(prompt, str) and site.model.tokenizer is not None:
+def encode_prompt(site: Site, prompt: Prompt, name: str, *, add_special: bool = True) -> list[int]:
+    """Return the tokens of a prompt, which messages call `name`; raise Refusal if it cannot be encoded.
+
+    `add_special` adds the tokens that the model expects around a text, if the prompt begins with one.
+    """
+    if all(isinstance(part, int) for part in prompt) or (isinstance(prompt, str) and site.model.tokenizer is None):
+        parts = [prompt]
+    elif isinstance(prompt, str):
         _check_start(site, prompt, "prompt")
+        parts = [prompt if add_special else tokenizer_of(site).encode(prompt, add_special=False)]
+    else:
+        tokens = []
+        for index, part in enumerate(prompt):
+            if isinstance(part, str):
+                _check_start(site, part, "prompt")
+                part = tokenizer_of(site).encode(part, add_special=add_special and not index)
+            tokens += part if isinstance(part, list) else [part]
+        parts = [tokens]
     try:
-        return site.model.encode_prompt(prompt, name)
+        return site.model.encode_prompt(parts[0], name)
     except ValueError as error:
         raise Refusal(400, str(error), param="prompt") from error
 
 
-def render(site: Site, body: ChatBody) -> list[int]:
+def render(site: Site, body: Conversation) -> list[int]:
     """Return the tokens of a conversation; raise Refusal if the chat template refuses it, or it is too long."""
     _check_start(site, "".join(text for message in body.messages for text in message.texts), "messages")
+    tokenizer = tokenizer_of(site)
+    variables = _variables(body, tokenizer.chat_template or "")
     try:
-        tokens = encode(tokenizer_of(site), [message.plain() for message in body.messages], body.offered)
+        tokens = encode(tokenizer, [message.plain() for message in body.messages], body.offered, **variables)
         check_tokens(tokens, site.model.config, "the conversation")
     except Unavailable as error:
         raise Refusal(503, str(error), retry_s=5) from error
@@ -53,26 +73,42 @@ def render(site: Site, body: ChatBody) -> list[int]:
     return tokens
 
 
+def _variables(body: Conversation, template: str) -> dict[str, Any]:
+    """Return the arguments of `tools.encode` that a body sets; raise Refusal if the template could not follow one."""
+    found = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.opens}
+    if body.continue_final_message:
+        found["continue_final"] = True
+    effort = body.reasoning_effort
+    if effort is not None and "reasoning_effort" in template:
+        found.setdefault("reasoning_effort", effort)
+    elif effort == "none" and "enable_thinking" in template:
+        found.setdefault("enable_thinking", False)
+    elif effort not in (None, "medium"):  # OpenAI's default, which clients send to every model
+        raise Refusal(400, refusal_of("reasoning_effort"), param="reasoning_effort")
+    return found
+
+
 async def guide_for(request: Request, site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
     """Compile the grammar that the request asks for, and return a function that makes a guide for each answer.
 
     Return None if the request asks for no grammar.
     """
-    schema = body.wanted()
-    if schema is None:
+    form = body.form()
+    if form is None:
         return None
     if body.ignore_eos:
-        raise Refusal(400, "ignore_eos=true: JSON and tool calls end by themselves; drop it", param="ignore_eos")
+        said = f"ignore_eos=true: an answer that follows {form.field} ends by itself; drop ignore_eos"
+        raise Refusal(400, said, param="ignore_eos")
     if site.grammars is None:
         raise Refusal(
             400,
-            f"{site.name} has no tokenizer or no end-of-sequence token, but a JSON answer or a forced tool call needs "
-            "both: ask for plain text",
+            f"{form.field} needs a tokenizer and an end-of-sequence token; {site.name} lacks one: ask for plain text",
+            param=form.field,
         )
     try:
-        return await in_turn(request, site.compiling, site.grammars.json, schema)
+        return await in_turn(request, site.compiling, site.grammars.guides, form)
     except ValueError as error:
-        raise Refusal(400, str(error), param=body.schema_field) from error
+        raise Refusal(400, str(error), param=form.field) from error
 
 
 def requests_of(
@@ -94,11 +130,18 @@ def requests_of(
         sampling = site.model.sampling(**{"temperature": usual} | body.sampling())
     except ValueError as error:
         raise Refusal(400, str(error)) from error
-    if wrong := [token for token in body.bias if token >= site.model.config.vocab_size]:
-        last = site.model.config.vocab_size - 1
-        raise Refusal(400, f"logit_bias has token {wrong[0]}: token ids are from 0 to {last}", param="logit_bias")
-    seed = uuid4().int % 2**32 if body.seed is None else body.seed
-    limit = site.model.max_new_tokens(None, CHAT_TOKENS) if body.limit is None else body.limit
+    named = {
+        "logit_bias": body.bias,
+        "allowed_token_ids": body.allowed_token_ids,
+        "stop_token_ids": body.stop_token_ids,
+    }
+    for field, tokens in named.items():
+        if wrong := [token for token in tokens or () if token >= site.model.config.vocab_size]:
+            last = site.model.config.vocab_size - 1
+            raise Refusal(400, f"{field} has token {wrong[0]}: token ids are from 0 to {last}", param=field)
+    seed = uuid4().int % SEEDS if body.draws_from is None else body.draws_from
+    limit = site.model.max_new_tokens(body.limit, site.context)
+    shown = frozenset() if body.skip_special_tokens else special_ids(site)
     found = []
     for prompt in prompts:
         room = site.context - len(prompt)
@@ -116,10 +159,25 @@ def requests_of(
             sampling=sampling,
             bias=body.bias,
             top_logprobs=body.ranks or 0,
-            prompt_logprobs=body.ranks if body.echoes else None,
+            prompt_logprobs=_prompt_ranks(body),
             guide=guide,
             tenant=tenant,
             ignore_eos=body.ignore_eos,
+            shown=shown,
         )
-        found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
+        found += [replace(one, seed=(seed + choice) % SEEDS) for choice in range(body.n)]
     return found
+
+
+def _prompt_ranks(body: SamplingFields) -> int | None:
+    """Return the number of best tokens to report at each position of the prompt; None reports none."""
+    asked = (body.prompt_logprobs, body.ranks if body.echoes else None)
+    return max((ranks for ranks in asked if ranks is not None), default=None)
+
+
+def special_ids(site: Site) -> frozenset[int]:
+    """Return the ids of the special tokens that do not end an answer."""
+    if site.model.tokenizer is None:
+        return frozenset()
+    added = site.model.tokenizer.backend.get_added_tokens_decoder()
+    return frozenset(id for id, token in added.items() if token.special) - {*site.model.config.eos_ids}

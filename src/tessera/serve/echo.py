@@ -16,7 +16,8 @@ def put_prompts(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> 
         prompt = body.prompts[answer.prompt]
         if not isinstance(prompt, str):
             tokenizer = site.model.tokenizer
-            prompt = "" if tokenizer is None else tokenizer.decode(prompt, skip_special=False)
+            tokens = answer.job.request.prompt
+            prompt = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
         pieces = pieces_of(site, answer.job.request.prompt, prompt)
         generation, answer.tokens = echoed(answer.end, prompt, body.limit, answer.tokens, pieces)
         answer.end = answer.end._replace(generation=generation)

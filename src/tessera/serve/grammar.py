@@ -1,15 +1,16 @@
-"""Restrict answers to JSON that follows a given schema: llguidance says which tokens may come next.
+"""Restrict answers to JSON of a schema, or to text of a regex or a grammar: llguidance says which tokens may come next.
 
-Limits bound the time that a client's schema may cost. A schema that exceeds them fails only its own request.
+Limits bound the time that a client's schema or grammar may cost. One that exceeds them fails only its own request.
 """
 
 import json
+import re
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
-from tessera.serve.protocol import SCHEMA_CHARACTERS
+from tessera.serve.forms import FORM_CHARACTERS, Form
+from tessera.serve.json_schema import check, prepared
 from tessera.serve.schema import Refusal
-from tessera.serve.tools import subschemas
 
 COMPACT = {"whitespace_flexible": False}
 """Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""
@@ -36,9 +37,6 @@ limits would refuse an enum of 10,000 numbers, and [\\p{L} ]{0,200} with a vocab
 REQUEST_S, TOKEN_S = 0.3, 0.01
 """Seconds of processor time that the grammars of a request's answers together may take on the engine's thread: in a
 burst, and per token on average. All other requests wait for it. Harmless schemas take less than half of it."""
-INT64 = 1 << 63
-"""Integers from this number on do not fit in 64 bits."""
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
 COMPILE_S, WAIT_S = 2.0, 6.0
@@ -71,46 +69,48 @@ class Grammars:
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._worker, folder)
 
-    def json(self, schema: Mapping[str, Any]) -> Callable[[], Guide]:
-        """Return a function that makes a new `Guide` for each answer; the guide makes the answer follow the schema.
-
-        The schema {"type": "object"} allows any object.
+    def guides(self, form: Form) -> Callable[[], Guide]:
+        """Return a function that makes a new `Guide` for each answer; the guide makes the answer follow `form`.
 
         Raises:
-            ValueError: the schema is wrong, unsupported or too large, or takes too long to compile.
+            ValueError: the schema or grammar is wrong, unsupported or too large, or takes too long to compile.
             Refusal: the worker process does not start, or got no processor time to compile it.
         """
-        text = json.dumps(schema)
-        if len(text) > SCHEMA_CHARACTERS:
+        text, name = form.text, form.noun
+        if len(text) > FORM_CHARACTERS:
             raise ValueError(
-                f"the schema has {len(text):,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
+                f"the {name} has {len(text):,} characters, but may have at most {FORM_CHARACTERS:,}: shorten it"
             )
-        check_schema(schema)
-        matcher = llguidance.LLMatcher(self._tokenizer, self._tried(text), log_level=0, limits=self._limits)
+        if form.kind == "json":
+            text = json.dumps(prepared(json.loads(text)))
+        elif form.kind == "grammar":
+            _check_schemas_in(text)
+        grammar = self._tried(form.kind, text, name)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         first = _mask(matcher)  # so that the engine's thread need not compute it for each answer
-        _check(matcher)
+        _check(matcher, name)
         allowance = Allowance(REQUEST_S)
-        return lambda: Following(matcher.deep_copy(), first, allowance)
+        return lambda: Following(matcher.deep_copy(), first, allowance, name)
 
-    def _tried(self, schema: str) -> str:
-        """Return the schema's grammar after the worker process has compiled it within the limits."""
-        asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "schema": schema, "limit_s": COMPILE_S}
-        lost = Refusal(503, "the server could not compile the schema: send the request again", retry_s=5)
+    def _tried(self, kind: str, text: str, name: str) -> str:
+        """Return the grammar in llguidance's own form, after the worker process has compiled it within the limits."""
+        asked = {**self._asked, "limits": LIMITS, "overrides": COMPACT, "limit_s": COMPILE_S}
+        lost = Refusal(503, f"the server could not compile the {name}: send the request again", retry_s=5)
         with self._lock:
             try:
                 self._worker.start()
             except (Ended, OSError) as error:
                 raise lost from error
             try:
-                reply = self._worker.ask_again(asked, WAIT_S)
+                reply = self._worker.ask_again({**asked, "kind": kind, "text": text}, WAIT_S)
             except Ended as ended:
                 if ended.late:
                     raise lost from ended
                 slow = f"it takes over {COMPILE_S:g} s of processor time to compile"
                 reason = slow if ended.spent else "it needs too much memory or its references are too deep"
-                raise ValueError(f"the schema is refused, because {reason}: simplify it") from ended
+                raise ValueError(f"the {name} is refused, because {reason}: simplify it") from ended
         if "error" in reply:
-            raise _refused(reply["error"])
+            raise _refused(reply["error"], name)
         return reply["grammar"]
 
 
@@ -133,10 +133,11 @@ class Following:
         matcher: state of the grammar before the answer; this object's own.
         first: for each token id, whether the answer may begin with it.
         allowance: of the request, whose answers share it.
+        name: what errors call the grammar.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, first: Bool[np.ndarray, "V"], allowance: Allowance):
-        self._matcher, self._first, self._allowance = matcher, first, allowance
+    def __init__(self, matcher: llguidance.LLMatcher, first: Bool[np.ndarray, "V"], allowance: Allowance, name: str):
+        self._matcher, self._first, self._allowance, self._name = matcher, first, allowance, name
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
         """Return, for each token id, whether the grammar allows the token next."""
@@ -152,38 +153,11 @@ class Following:
         began_s = time.thread_time()
         result = work(*args)
         self._allowance.left_s -= time.thread_time() - began_s
-        _check(self._matcher)
+        _check(self._matcher, self._name)
         if self._allowance.left_s < 0:
-            raise ValueError("the schema is refused, because it takes too much processor time per token: simplify it")
+            said = f"the {self._name} is refused, because it takes too much processor time per token: simplify it"
+            raise ValueError(said)
         return result
-
-
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError if llguidance would not follow the schema to the letter, but would not refuse it either."""
-    for part in subschemas(schema):
-        if "x-guidance" in part:  # options of llguidance, which would replace the server's own
-            raise ValueError("x-guidance in a schema is not supported: leave it out")
-        for name in BOUNDS:
-            # the largest integer of 64 bits is rounded up, and then down again
-            if not _kept(part.get(name)) and (name, part[name]) != ("maximum", INT64 - 1):
-                raise ValueError(f"{name}={part[name]!r:.80} is not kept exactly: use a bound within 2^53 of 0")
-        for value in _values([part.get("const"), part.get("enum")]):
-            if isinstance(value, int) and not _kept(value):
-                raise ValueError(f"the constant {value!r:.80} is not kept exactly: use a string, or at most 2^53")
-
-
-def _kept(number: Any) -> bool:
-    """Return whether llguidance keeps a number: it converts numbers to floats, and bounds of integers to 64 bits."""
-    return not isinstance(number, int | float) or (abs(number) < INT64 and float(number) == number)
-
-
-def _values(data: Any) -> Iterator[Any]:
-    """Yield all values of JSON data that are neither arrays nor objects."""
-    if isinstance(data, list | dict):
-        for part in data.values() if isinstance(data, dict) else data:
-            yield from _values(part)
-    else:
-        yield data
 
 
 def _literal(tokenizer: str) -> str:
@@ -213,11 +187,23 @@ def _mask(matcher: llguidance.LLMatcher) -> Bool[np.ndarray, "V"]:
     return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
 
 
-def _check(matcher: llguidance.LLMatcher) -> None:
+def _check_schemas_in(grammar: str) -> None:
+    """Check the JSON schemas that a grammar holds, each after the word %json."""
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # no schema: llguidance refuses it, unless it is part of a text
+        check(schema)
+
+
+def _check(matcher: llguidance.LLMatcher, name: str) -> None:
     if matcher.is_error():
-        raise _refused(matcher.get_error())
+        raise _refused(matcher.get_error(), name)
 
 
-def _refused(error: str) -> ValueError:
+def _refused(error: str, name: str) -> ValueError:
     reason, _, _ = error.partition("\n<state>")  # the parser's state, and the whole grammar
-    return ValueError(f"llguidance refuses the schema: {reason[:300]}")
+    if reason == "NoExtensionBias":
+        reason = "no text follows it"
+    return ValueError(f"llguidance refuses the {name}: {reason[:300]}")

@@ -4,6 +4,7 @@ from reprlib import Repr
 
 from pydantic import ValidationError
 
+from tessera.serve.fields import refusal_of
 from tessera.serve.schema import Refusal, Schema
 
 MAX_VALUES, MAX_FIELDS = 300_000, 50_000
@@ -52,7 +53,7 @@ def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = No
     field = ".".join(f"{name!s:.{NAME}}" for name in names) or ("''" if unknown else None)
     said = found["msg"][:1].lower() + found["msg"][1:]
     if unknown:
-        raise Refusal(400, f"unknown field {field}: this server does not support it; leave it out", param=field)
+        raise Refusal(400, refusal_of(field), param=field)
     if found["type"] == "json_invalid" or field is None:
         raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
     value = "" if found["type"] == "missing" else f"={SHORT.repr(found['input']):.80}"

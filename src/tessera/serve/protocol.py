@@ -1,16 +1,22 @@
 """Request bodies of the OpenAI API, with the fields that the server supports; `replies` builds the responses.
 
 Source: the OpenAI API reference (completions, chat completions, models). The server refuses a request with an unknown
-field and names the field, because a client that sets a field expects it to have an effect. `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` extend OpenAI's API, under the names that vLLM uses.
+field and names the field, because a client that sets a field expects it to have an effect; `fields` lists those that
+have none. `forms` has the fields that restrict an answer's text. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `allowed_token_ids`, `ignore_eos`, `skip_special_tokens`, `prompt_logprobs`, `add_generation_prompt`,
+`continue_final_message`, `chat_template_kwargs` and `continuous_usage_stats` are vLLM's, `n_predict` is llama.cpp's.
 """
 
 import json
+from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tessera.runtime.limits import RANKS
+from tessera.runtime.sampling import KINDS
+from tessera.serve.fields import IGNORED, NEUTRAL
+from tessera.serve.forms import Form, FormFields, json_form
 from tessera.serve.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
 from tessera.serve.schema import Refusal, Schema
 from tessera.serve.tools import call_schema
@@ -23,102 +29,96 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
 CHARACTERS = 128
 """Length in characters of the longest token in common vocabularies: a run of spaces."""
-SCHEMA_CHARACTERS = 1 << 16
-"""Maximum characters of a schema. For some larger schemas, llguidance takes seconds."""
-CHAT_TOKENS = 512
-"""Maximum new tokens of a chat completion if neither the request nor the model's generation_config.json sets a limit.
-A low limit keeps short chats dense: a request runs sparse if its prompt and its maximum new tokens together exceed the
-plan's cross-over."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
+MAX_VARIABLES = 64
+"""Maximum number of variables for the chat template in one request."""
+RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final", "parse_special", "tokenizer"}
+"""Names that `chat_template_kwargs` may not have."""
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+def _with_id(parts: list[int | str]) -> list[int | str]:
+    if not any(isinstance(part, int) for part in parts):
+        raise ValueError("a prompt of several texts has token ids, too")
+    return parts
+
+
+Mixed = Annotated[list[Id | Text], Field(min_length=1, fail_fast=True), AfterValidator(_with_id)]
+"""One prompt of token ids and texts, as llama.cpp takes it."""
+Prompts = Annotated[list[Text | Ids | Mixed], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Prompt = str | list[int] | list[int | str]
+"""A prompt: a text, token ids, or both."""
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+BiasMap = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)]
+BiasPairs = Annotated[list[tuple[Id, Bias | Literal[False]]], Field(max_length=MAX_BIASES)]
+"""Biases as llama.cpp takes them; False forbids the token."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
-
-
-class JsonSchema(Schema):
-    """The schema in `response_format`. Answers always follow it strictly, whatever the value of `strict`."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormat(Schema):
-    """The form that an answer must have: any text, any JSON object, or JSON that follows a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the answer must follow; None if any text is allowed."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Refusal(
-                400,
-                f"response_format.type={self.type}: the type json_schema needs a field json_schema, and no other type "
-                "allows one; change the type or the field",
-                param="response_format",
-            )
-        if self.type == "text":
-            return None
-        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class StreamOptions(Schema):
     """Options of a streamed response."""
 
+    ignored = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(Schema):
+class SamplingFields(FormFields):
     """Fields that completions and chat completions share."""
 
+    ignored = IGNORED
+    neutral = NEUTRAL
+
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    n_predict: Annotated[int, Field(ge=-1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    logit_bias: (
-        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)] | None
-    ) = None
-    response_format: ResponseFormat | None = None
+    logit_bias: BiasMap | BiasPairs | None = None
+    allowed_token_ids: Ids | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Ranks | None = None
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the schema that the answer must follow is too long, or an option could have no effect."""
+        """Raise Refusal if the form that the answer must follow is wrong, or an option could have no effect."""
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream=true: set it, or leave both out", param="stream_options")
         if self.stream_options and self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
             raise Refusal(
                 400, "continuous_usage_stats needs include_usage=true: set both, or neither", param="stream_options"
             )
-        form = self.response_format and self.response_format.json_schema
-        if form is not None and (size := len(json.dumps(form.schema_))) > SCHEMA_CHARACTERS:
-            said = f"the schema has {size:,} characters, but may have at most {SCHEMA_CHARACTERS:,}: shorten it"
-            raise Refusal(400, said, param="response_format")
+        if self.prompt_logprobs is not None and self.stream:
+            said = "prompt_logprobs cannot be streamed: set stream=false, or use echo and logprobs of /v1/completions"
+            raise Refusal(400, said, param="prompt_logprobs")
+        self.form()
 
     @property
     def bias(self) -> dict[int, float]:
-        """Number to add to the logit of each token id."""
-        return {int(token): value for token, value in (self.logit_bias or {}).items()}
+        """Number to add to the logit of each token id; -inf forbids the token."""
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias or ()
+        return {int(token): -inf if value is False else value for token, value in pairs}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -128,36 +128,31 @@ class SamplingFields(Schema):
     @property
     def limit(self) -> int | None:
         """Maximum number of new tokens; None if the request sets none."""
-        return self.max_tokens
+        return _limit(self.max_tokens, self.n_predict)
+
+    @property
+    def draws_from(self) -> int | None:
+        """Seed of the first choice; None, or -1 as in vLLM and llama.cpp, means a random one."""
+        return None if self.seed == -1 else self.seed
 
     @property
     def echoes(self) -> bool:
         """Whether the answer starts with the prompt."""
         return False
 
-    @property
-    def schema_field(self) -> str:
-        """Name of the request's field from which `wanted` takes the schema."""
-        return "response_format"
-
-    def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the answer must follow; None if any text is allowed."""
-        return None if self.response_format is None else self.response_format.wanted()
-
     def sampling(self) -> dict[str, float]:
         """Return the sampling parameters that the request sets."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
+        return given | ({"top_k": 0} if self.top_k == -1 else {})  # both keep all tokens
 
 
 class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Ids | Texts | IdLists
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    prompt: Text | Ids | Prompts | Mixed
+    echo: bool = False
     logprobs: Ranks | None = None
+    add_special_tokens: bool = True
 
     @property
     def ranks(self) -> int | None:
@@ -165,40 +160,79 @@ class CompletionBody(SamplingFields):
         return self.logprobs
 
     @property
-    def limit(self) -> int:
-        """Maximum number of new tokens; with `echo`, it may be 0."""
-        if self.max_tokens == 0 and not self.echo:
+    def limit(self) -> int | None:
+        """Maximum number of new tokens, which may be 0 with `echo`; None if -1 asks for what fits."""
+        limit = COMPLETION_TOKENS if self.max_tokens is None and self.n_predict is None else super().limit
+        if limit == 0 and not self.echo:
             raise Refusal(400, "max_tokens=0 needs echo=true: set echo, or a larger max_tokens", param="max_tokens")
-        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return limit
 
     @property
     def echoes(self) -> bool:
         """Whether the answer starts with the prompt and, with `logprobs`, with the prompt's token probabilities."""
-        if self.echo and self.stream:
-            raise Refusal(400, "echo=true: a stream cannot repeat the prompt; set stream=false", param="echo")
-        return bool(self.echo)
+        return self.echo
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The request's prompts, all as text or all as token ids."""
-        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if single else self.prompt
+    def prompts(self) -> list[Prompt]:
+        """The request's prompts; see `Prompt`. A list of texts is a list of prompts."""
+        given = self.prompt
+        whole = isinstance(given, str) or any(isinstance(part, int) for part in given)
+        return [given] if whole else given
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens."""
         super().check(context)
         for prompt in self.prompts:
+            for part in [prompt] if isinstance(prompt, str) else prompt:
+                if isinstance(part, str):
+                    _check_length(part, context, "prompt")
             _check_length(prompt, context, "prompt")
 
 
-class ChatBody(SamplingFields):
+class Conversation(Schema):
+    """Fields of a conversation and of how the chat template writes it."""
+
+    messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def opens(self) -> bool:
+        """Whether the template ends with the start of a new message of the assistant."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def check(self, context: int) -> None:
+        """Raise Refusal if the conversation cannot fit in `context` tokens, or an option is wrong."""
+        super().check(context)
+        texts = [text for message in self.messages or () for text in message.texts]
+        texts += [json.dumps(tool.model_dump(exclude_none=True)) for tool in self.tools or ()]
+        _check_length("".join(texts), context, "messages")
+        if self.continue_final_message and self.opens:
+            said = (
+                "continue_final_message and add_generation_prompt cannot both be true: the first goes on with the last"
+            )
+            raise Refusal(400, f"{said} message, the second begins a new one", param="continue_final_message")
+        if wrong := RESERVED & (self.chat_template_kwargs or {}).keys():
+            said = f"chat_template_kwargs may not set {min(wrong)}: it has a field or is the server's; leave it out"
+            raise Refusal(400, said, param="chat_template_kwargs")
+
+
+class ChatBody(SamplingFields, Conversation):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    neutral = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,), "parse_tool_calls": (True,)}
+
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Ranks | None = None
 
@@ -212,34 +246,21 @@ class ChatBody(SamplingFields):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """Tools that the answer may call."""
-        found = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude_none=True) for tool in found]
+        return [] if self.tool_choice == "none" else super().offered
 
     @property
     def forced(self) -> bool:
         """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
-    def check(self, context: int) -> None:
-        """Raise Refusal if the conversation and the tools cannot fit in `context` tokens."""
-        texts = [text for message in self.messages for text in message.texts]
-        texts += [json.dumps(tool.model_dump(exclude_none=True)) for tool in self.tools or ()]
-        super().check(context)
-        _check_length("".join(texts), context, "messages")
-
-    @property
-    def schema_field(self) -> str:
-        """Name of the request's field from which `wanted` takes the schema."""
-        return "tools" if self.forced else super().schema_field
-
-    def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema of a forced tool call, or else of `response_format`; None if any text is allowed."""
+    def form(self) -> Form | None:
+        """Return the JSON schema of a forced tool call, or else what another field asks for; None allows any text."""
+        form = super().form()
         if not self.forced:
-            return super().wanted()
-        if self.response_format is not None:
-            raise Refusal(
-                400, "response_format and a forced tool call cannot be combined: drop one", param="response_format"
-            )
+            return form
+        if form is not None:
+            said = f"{form.field} and a forced tool call cannot be combined: drop one"
+            raise Refusal(400, said, param=form.field)
         name = None if self.tool_choice == "required" else self.tool_choice.function.name
         names = [tool["function"]["name"] for tool in self.offered]
         if not names or name not in (None, *names):
@@ -247,26 +268,51 @@ class ChatBody(SamplingFields):
                 400, f"tool_choice={name or 'required':.80} needs a matching tool: add it to tools", param="tool_choice"
             )
         try:
-            return call_schema(self.offered, name)
+            return json_form(call_schema(self.offered, name), "tools")
         except ValueError as error:
             raise Refusal(400, str(error), param="tools") from error
 
     @property
     def limit(self) -> int | None:
         """Maximum number of new tokens: `max_completion_tokens`, or the older `max_tokens`; None if neither is set."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        limit = _limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
+        if limit == 0:
+            raise Refusal(400, "max_tokens=0 leaves no room for an answer: send 1 or more", param="max_tokens")
+        return limit
 
 
-class TokenizeBody(Schema):
-    """Body of POST /tokenize."""
+class TokenizeBody(Conversation):
+    """Body of POST /tokenize: a text, as `prompt` (vLLM) or `content` (llama.cpp), or a conversation."""
 
-    prompt: str
+    ignored = IGNORED
+    neutral = {"parse_special": (True,), "mm_processor_kwargs": ({},), "tool_choice": ("auto",)}
+
     model: str | None = None
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    content: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool = False
+    with_pieces: bool = False
+
+    @property
+    def text(self) -> str | None:
+        """The text; None if there is a conversation."""
+        return self.content if self.prompt is None else self.prompt
+
+    @property
+    def adds_special(self) -> bool:
+        """Whether to add the tokens that the model expects around a text: by default, as the API of its field does."""
+        given = self.add_special if self.add_special_tokens is None else self.add_special_tokens
+        return self.prompt is not None if given is None else given
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the text cannot fit in `context` tokens."""
-        _check_length(self.prompt, context, "prompt")
+        """Raise Refusal if there is not one text or conversation, or it cannot fit in `context` tokens."""
+        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+            raise Refusal(400, "send one of prompt, content and messages", param="prompt")
+        super().check(context)
+        _check_length(self.text or "", context, "content" if self.prompt is None else "prompt")
 
 
 class DetokenizeBody(Schema):
@@ -274,6 +320,12 @@ class DetokenizeBody(Schema):
 
     tokens: Ids
     model: str | None = None
+
+
+def _limit(*given: int | None) -> int | None:
+    """Return the first number that is given; None if none is, or if it is -1, which llama.cpp takes for no limit."""
+    found = next((number for number in given if number is not None), None)
+    return None if found == -1 else found
 
 
 def _check_length(prompt: str | list[int], context: int, param: str) -> None:

@@ -71,7 +71,7 @@ def _tokens(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None) -> Seq
     if isinstance(body, CompletionBody):
         prompt = body.prompts[0]
         if not isinstance(prompt, str):
-            return prompt
+            return prompt if all(isinstance(part, int) for part in prompt[:PAGE]) else []
         return [] if tokenizer is None else tokenizer.encode(prompt[:CHARACTERS])
     if tokenizer is None:
         return []

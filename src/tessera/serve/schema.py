@@ -1,5 +1,7 @@
 """What all request bodies share: JSON objects without unknown fields, and the error of a request that is refused."""
 
+from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -12,9 +14,11 @@ class Schema(BaseModel):
 
     Attributes:
         ignored: fields that change no answer, at any value. They count as left out, too.
+        neutral: values of fields that have no effect, by field; a field with one counts as left out, too.
     """
 
-    ignored: ClassVar[frozenset[str]] = frozenset()
+    ignored: ClassVar[Container[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -23,7 +27,11 @@ class Schema(BaseModel):
     def _without_unused(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None and name not in cls.ignored}
+        return {
+            name: value
+            for name, value in given.items()
+            if not (value is None or name in cls.ignored or value in cls.neutral.get(name, ()))
+        }
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""

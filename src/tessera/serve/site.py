@@ -59,7 +59,7 @@ def refusal_response(error: Refusal) -> JSONResponse:
 
 def check_model(site: Site, name: str | None) -> None:
     """Raise Refusal if a request names another model than the one that is served."""
-    if name is not None and name != site.name:
+    if name and name != site.name:  # "" is as good as nothing
         raise Refusal(404, f"model={name!r:.80} is not served here: use {site.name!r}", param="model")
 
 
