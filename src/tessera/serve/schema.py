@@ -30,11 +30,16 @@ class Schema(BaseModel):
         return {
             name: value
             for name, value in given.items()
-            if not (value is None or name in cls.ignored or value in cls.neutral.get(name, ()))
+            if not (value is None or name in cls.ignored or _is_in(value, cls.neutral.get(name, ())))
         }
 
     def check(self, context: int) -> None:
         """Raise Refusal if a prompt cannot fit in `context` tokens. Encoding it would take seconds."""
+
+
+def _is_in(value: Any, values: Sequence[Any]) -> bool:
+    """Return whether a JSON value is among others; true is not 1, as it is in Python."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 class Refusal(Exception):
