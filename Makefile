@@ -8,7 +8,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test test-exhaustive lint format peers peers-tpu gates harness bench readme clean
+.PHONY: help demo test test-exhaustive conformance lint format peers peers-tpu gates harness bench readme clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -22,6 +22,9 @@ test: $(VENV)/.dev ## run the test suite
 
 test-exhaustive: $(VENV)/.dev ## the suite with every repetition: each kernel in each shape and dtype, each planted fault (an hour or more)
 	$(BIN)/python -m pytest --exhaustive -n auto --maxprocesses 4 --dist loadgroup
+
+conformance: $(VENV)/.dev ## what clients and test suites of other servers expect of `tessera serve`, and what it refuses on purpose
+	$(BIN)/python -m pytest -n 0 -v -rA --no-header tests/serve/test_conformance.py | sed -nE 's/^(PASSED|FAILED|ERROR) .*\[(.*)\].*/\1  \2/p;$$p'
 
 lint: $(VENV)/.dev ## check style
 	$(BIN)/ruff check src tests && $(BIN)/ruff format --check src tests

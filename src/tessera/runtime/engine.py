@@ -149,7 +149,7 @@ class Engine:
             )
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
         limit = min(request.max_new_tokens, room)
-        eos_ids = () if request.ignore_eos else self.config.eos_ids
+        eos_ids = (*(() if request.ignore_eos else self.config.eos_ids), *request.ends)
         options = {"shown": request.shown, "min_tokens": request.min_tokens}
         answer = Answer(len(request.prompt), limit, eos_ids, request.stop, self.tokenizer, **options)
         started_s = time.perf_counter() if started_s is None else started_s

@@ -70,6 +70,7 @@ class Request:
             never share keys. Ignored by an engine without pages.
         deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
             twice the predicted prefill time. Ignored by an engine without pages.
+        ends: ids of further tokens that end the answer, even with `ignore_eos`.
         ignore_eos: whether the answer goes on after an end-of-sequence token, as tools that measure speed want.
         shown: ids of special tokens whose names stay in the answer's text, such as marks of tool calls; the text leaves
             out the names of all others.
@@ -91,6 +92,7 @@ class Request:
     guide: Callable[[], Guide] | None = None
     tenant: str = ""
     deadline_s: float | None = None
+    ends: tuple[int, ...] = ()
     ignore_eos: bool = False
     shown: frozenset[int] = frozenset()
     held: Held | None = None

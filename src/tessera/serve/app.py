@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
 from tessera.serve.asking import encode_prompt, guide_for, render, requests_of
-from tessera.serve.echo import put_prompts
+from tessera.serve.echo import echo_of, put_prompts
 from tessera.serve.front import TENANT
 from tessera.serve.marks import shown_ids, speech_of
 from tessera.serve.page import page
@@ -132,18 +132,20 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     chat, tokenizer, logged = isinstance(body, ChatBody), site.model.tokenizer, body.ranks is not None
     if chat:
         shown = shown_ids(tokenizer, body)
-        asked = [replace(one, shown=shown) for one in asked]
+        asked = [replace(one, shown=one.shown | shown) for one in asked]
     answers = [
         Answer(
             index=index,
             prompt=index // body.n,
-            policy=site.service.policy_of(one),
+            policy=partial(site.service.policy_of, one),
             prompt_tokens=len(one.prompt),
             speech=speech_of(tokenizer, body, one.prompt, guided=guide is not None) if chat else Speech(),
             tokens=[] if logged else None,
         )
         for index, one in enumerate(asked)
     ]
+    if body.echoes:
+        await asyncio.to_thread(_add_echoes, site, body, answers, prompts)
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: Answer, event: Event) -> None:
@@ -167,10 +169,21 @@ def _whole(
     site: Site, body: SamplingFields, reply: Reply, answers: Sequence[Answer], prompt_tokens: int
 ) -> dict[str, Any]:
     if body.echoes:
-        put_prompts(site, body, answers)
+        put_prompts(answers)
     generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
     speeches = [answer.speech for answer in answers]
-    return reply.whole(generations, usage_of(answers, prompt_tokens), tokens, speeches)
+    found = reply.whole(generations, usage_of(answers, prompt_tokens), tokens, speeches)
+    if body.prompt_logprobs is not None:
+        for answer, choice in zip(answers, found["choices"]):
+            at = found if reply.chat else choice  # where vLLM has them
+            at["prompt_logprobs"] = reply.prompt_logprobs(answer.end.prompt, body.prompt_logprobs)
+    return found
+
+
+def _add_echoes(site: Site, body: CompletionBody, answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> None:
+    echoes = [echo_of(site, body, index, tokens) for index, tokens in enumerate(prompts)]
+    for answer in answers:
+        answer.echo = echoes[answer.prompt]
 
 
 def _drop(site: Site, answers: Sequence[Answer]) -> None:

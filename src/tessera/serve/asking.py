@@ -20,7 +20,7 @@ from tessera.serve.turns import in_turn
 START, SLACK = 8, 64
 """Characters per token of the context to encode first, of a longer text, and tokens by which that may exceed the
 context."""
-SEEDS = 2**32
+SEEDS = 2**64
 """Number of different seeds."""
 
 
@@ -139,8 +139,10 @@ def requests_of(
         if wrong := [token for token in tokens or () if token >= site.model.config.vocab_size]:
             last = site.model.config.vocab_size - 1
             raise Refusal(400, f"{field} has token {wrong[0]}: token ids are from 0 to {last}", param=field)
-    seed = uuid4().int % SEEDS if body.draws_from is None else body.draws_from
+    seed = uuid4().int % SEEDS if body.first_seed is None else body.first_seed
     limit = site.model.max_new_tokens(body.limit, site.context)
+    if body.min_tokens > max(limit, 1):
+        raise Refusal(400, f"min_tokens={body.min_tokens} exceeds max_tokens={limit}: lower it", param="min_tokens")
     shown = frozenset() if body.skip_special_tokens else special_ids(site)
     found = []
     for prompt in prompts:
@@ -162,7 +164,10 @@ def requests_of(
             prompt_logprobs=_prompt_ranks(body),
             guide=guide,
             tenant=tenant,
+            ends=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
+            min_tokens=min(body.min_tokens, max(1, min(limit, room))),
+            allowed=body.allowed_token_ids,
             shown=shown,
         )
         found += [replace(one, seed=(seed + choice) % SEEDS) for choice in range(body.n)]

@@ -3,24 +3,34 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tessera.runtime.answers import Generation
-from tessera.runtime.requests import End, Token
 from tessera.serve.protocol import CompletionBody
-from tessera.serve.response import Answer
+from tessera.serve.response import Answer, Echo
 from tessera.serve.site import Site
 
 
-def put_prompts(site: Site, body: CompletionBody, answers: Sequence[Answer]) -> None:
-    """Put each choice's prompt before its answer."""
+def echo_of(site: Site, body: CompletionBody, prompt: int, tokens: Sequence[int]) -> Echo:
+    """Return what to put before the answers to a prompt.
+
+    Args:
+        site: the site.
+        body: the request.
+        prompt: number of the prompt in the request.
+        tokens: the prompt's tokens.
+    """
+    text, tokenizer = body.prompts[prompt], site.model.tokenizer
+    if not isinstance(text, str):
+        text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
+    pieces = [] if body.logprobs is None else pieces_of(site, tokens, text)
+    return Echo(text, pieces, body.logprobs or 0, alone=body.limit == 0)
+
+
+def put_prompts(answers: Sequence[Answer]) -> None:
+    """Put each choice's prompt before its answer, once all are complete."""
     for answer in answers:
-        prompt = body.prompts[answer.prompt]
-        if not isinstance(prompt, str):
-            tokenizer = site.model.tokenizer
-            tokens = answer.job.request.prompt
-            prompt = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
-        pieces = pieces_of(site, answer.job.request.prompt, prompt)
-        generation, answer.tokens = echoed(answer.end, prompt, body.limit, answer.tokens, pieces)
-        answer.end = answer.end._replace(generation=generation)
+        end = answer.echo.cut(answer.end)
+        answer.end = end._replace(generation=replace(end.generation, text=answer.echo.text + end.generation.text))
+        if answer.tokens is not None:
+            answer.tokens = answer.echo.tokens(end) + ([] if answer.echo.alone else answer.tokens)
 
 
 def pieces_of(site: Site, tokens: Sequence[int], text: str) -> list[str]:
@@ -34,27 +44,3 @@ def pieces_of(site: Site, tokens: Sequence[int], text: str) -> list[str]:
     for index, piece in enumerate(pieces):
         pieces[index], added = piece[max(added, 0) :], added - len(piece)
     return pieces
-
-
-def echoed(
-    end: End, text: str, limit: int, tokens: Sequence[Token] | None, pieces: Sequence[str]
-) -> tuple[Generation, Sequence[Token] | None]:
-    """Put a prompt before its answer.
-
-    Args:
-        end: the answer's last event.
-        text: the prompt's text.
-        limit: maximum tokens of the answer; with 0, the one token that the engine generated is left out.
-        tokens: the answer's tokens; None if no probabilities are reported.
-        pieces: the text that each token of the prompt adds to the prompt's text; together they are `text`.
-
-    Returns:
-        the answer, whose text now begins with the prompt, and the tokens of prompt and answer (None if no probabilities
-        are reported).
-    """
-    generation = end.generation
-    if limit == 0:
-        generation, tokens = replace(generation, text="", tokens=[], finish_reason="length"), tokens and []
-    if tokens is not None:
-        tokens = [*(token._replace(text=piece) for token, piece in zip(end.prompt, pieces)), *tokens]
-    return replace(generation, text=text + generation.text), tokens

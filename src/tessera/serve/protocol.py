@@ -57,7 +57,8 @@ Prompt = str | list[int] | list[int | str]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasMap = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)]
-BiasPairs = Annotated[list[tuple[Id, Bias | Literal[False]]], Field(max_length=MAX_BIASES)]
+BiasPair = Annotated[tuple[Id, Bias | Literal[False]], Field(strict=False)]  # JSON has no tuples
+BiasPairs = Annotated[list[BiasPair], Field(max_length=MAX_BIASES)]
 """Biases as llama.cpp takes them; False forbids the token."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
@@ -113,6 +114,7 @@ class SamplingFields(FormFields):
             said = "prompt_logprobs cannot be streamed: set stream=false, or use echo and logprobs of /v1/completions"
             raise Refusal(400, said, param="prompt_logprobs")
         self.form()
+        super().check(context)
 
     @property
     def bias(self) -> dict[int, float]:
@@ -131,7 +133,7 @@ class SamplingFields(FormFields):
         return _limit(self.max_tokens, self.n_predict)
 
     @property
-    def draws_from(self) -> int | None:
+    def first_seed(self) -> int | None:
         """Seed of the first choice; None, or -1 as in vLLM and llama.cpp, means a random one."""
         return None if self.seed == -1 else self.seed
 

@@ -68,6 +68,25 @@ class Reply:
         logprobs = self._logprobs(None if token is None else [token], offset)
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
+    def prompt(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Build the stream's event with a prompt and the probabilities of its tokens."""
+        said = {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": None}
+        return self._chunk([said])
+
+    def prompt_logprobs(self, tokens: Sequence[Token], ranks: int) -> list[dict[str, Any] | None]:
+        """Build vLLM's field of the same name: for each token of a prompt but the first, it and the best ones."""
+        found: list[dict[str, Any] | None] = []
+        for token in tokens:
+            best = {id: (rank, value) for rank, (id, value) in enumerate(token.top, 1)}
+            named = {token.token: (best.get(token.token, (None,))[0], token.logprob)}
+            named |= {id: (rank, value) for id, (rank, value) in best.items() if rank <= ranks}
+            row = {
+                str(id): {"logprob": value, "rank": rank, "decoded_token": self._text(id)}
+                for id, (rank, value) in named.items()
+            }
+            found.append(None if token.logprob is None else row)
+        return found
+
     def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Build the stream's event with all tool calls of an answer."""
         delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
@@ -96,11 +115,16 @@ class Reply:
             "tokens": [self._text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                None if token.logprob is None else {self._text(id): value for id, value in token.top}
+                None if token.logprob is None else {self._text(id): value for id, value in self._top(token)}
                 for token in tokens
             ],
             "text_offset": [*accumulate((len(token.text) for token in tokens), initial=offset)][:-1],
         }
+
+    def _top(self, token: Token) -> Sequence[tuple[int, float]]:
+        """Return the best tokens and, as OpenAI's API does, the token itself."""
+        own = (token.token, token.logprob)
+        return token.top if token.token in dict(token.top) else (*token.top, own)
 
     def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
         return {"token": self._text(id), "logprob": logprob, "bytes": list(self.spell(id))}

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -13,7 +13,36 @@ from tessera.serve.protocol import StreamOptions
 from tessera.serve.replies import Reply, usage, usage_so_far
 from tessera.serve.schema import Refusal
 from tessera.serve.service import Job
-from tessera.serve.speech import Speech
+from tessera.serve.speech import Said, Speech
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is put before its answer.
+
+    Attributes:
+        text: the prompt's text.
+        pieces: the text that each token of the prompt adds; together they are `text`. Empty if no token is reported.
+        ranks: number of most probable tokens to report at each position.
+        alone: whether the answer is left out. The engine has generated one token all the same.
+    """
+
+    text: str
+    pieces: Sequence[str]
+    ranks: int
+    alone: bool
+
+    def tokens(self, end: End) -> list[Token]:
+        """Return the prompt's tokens, each with its text."""
+        return [
+            token._replace(text=piece, top=token.top[: self.ranks]) for token, piece in zip(end.prompt, self.pieces)
+        ]
+
+    def cut(self, end: End) -> End:
+        """Return an answer's last event; if the answer is left out, with an empty answer."""
+        if not self.alone:
+            return end
+        return end._replace(generation=replace(end.generation, text="", tokens=[], finish_reason="length"))
 
 
 @dataclass(eq=False)
@@ -23,9 +52,10 @@ class Answer:
     Attributes:
         index: number of the choice in the response, from 0.
         prompt: number of its prompt in the request, from 0.
-        policy: name of the attention policy that the choice runs under.
+        policy: function that returns the name of the choice's attention policy, by the number of its tokens.
         prompt_tokens: tokens of its prompt.
         speech: splitter of the choice's text into plain text and tool calls.
+        echo: the prompt, to put before the answer; None leaves it out.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
         job: the choice's request in the service; None before it is submitted.
         new_tokens: number of tokens so far.
@@ -35,9 +65,10 @@ class Answer:
 
     index: int
     prompt: int
-    policy: str
+    policy: Callable[[int], str]
     prompt_tokens: int
     speech: Speech
+    echo: Echo | None = None
     tokens: list[Token] | None = None
     job: Job | None = None
     new_tokens: int = 0
@@ -83,7 +114,7 @@ async def stream(
         options: which events tell the usage.
         prompt_tokens: tokens of all prompts together.
     """
-    left, begun = len(answers), not reply.chat
+    left, begun = len(answers), False
     continuous = options.include_usage and options.continuous_usage_stats
 
     def said(answer: Answer, data: dict[str, Any]) -> str:
@@ -94,13 +125,15 @@ async def stream(
         if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
             begun = True
             for each in answers:
-                yield said(each, reply.piece(each.index, first=True))
+                if reply.chat or (each.echo is not None and each.tokens is None):
+                    yield said(each, _first(reply, each))
         if isinstance(event, Failure):
             yield _event(_failed(event).body())
             return
         if isinstance(event, End):
+            event = event if answer.echo is None else answer.echo.cut(event)
             answer.end, left = event, left - 1
-        answer.new_tokens += isinstance(event, Token)
+        answer.new_tokens += isinstance(event, Token) and not (answer.echo is not None and answer.echo.alone)
         for data in _pieces(reply, answer, event):
             yield said(answer, data)
     if options.include_usage:
@@ -108,8 +141,19 @@ async def stream(
     yield "data: [DONE]\n\n"
 
 
+def _first(reply: Reply, answer: Answer) -> dict[str, Any]:
+    """Return a choice's first event, before its answer."""
+    if answer.echo is None:
+        return reply.piece(answer.index, first=True)
+    answer.characters = len(answer.echo.text)
+    return reply.piece(answer.index, Said(text=answer.echo.text))
+
+
 def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
     """Yield the stream's events for one token, or for the end of an answer."""
+    if answer.echo is not None and (answer.echo.alone or answer.tokens is not None):
+        yield from _held(reply, answer, event)
+        return
     if isinstance(event, Token):
         said, shown = answer.speech.push(event.text), None if answer.tokens is None else event
         if any(said) or shown is not None:
@@ -124,12 +168,28 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
     yield reply.piece(answer.index, finish="tool_calls" if calls else event.generation.finish_reason)
 
 
+def _held(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
+    """Yield the events of a choice that begins with the prompt's probabilities, which come with the answer's end."""
+    if isinstance(event, Token):
+        if answer.tokens is not None and not answer.echo.alone:
+            answer.tokens.append(event)
+        return
+    if answer.tokens is not None:
+        yield reply.prompt(answer.index, answer.echo.text, answer.echo.tokens(event))
+        answer.characters = len(answer.echo.text)
+    for token in answer.tokens or ():
+        yield reply.piece(answer.index, Said(text=token.text), token=token, offset=answer.characters)
+        answer.characters += len(token.text)
+    yield reply.piece(answer.index, finish=event.generation.finish_reason)
+
+
 def usage_of(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
     """Build the usage of a response whose choices have all ended; `prompt_tokens` counts all prompts together."""
     cached: dict[int, int] = {}  # of each prompt: later choices also reuse what earlier ones have computed
     for answer in answers:
         cached[answer.prompt] = min(answer.end.reused_tokens, cached.get(answer.prompt, answer.prompt_tokens))
-    generations, policies = [answer.end.generation for answer in answers], [answer.policy for answer in answers]
+    generations = [answer.end.generation for answer in answers]
+    policies = [answer.policy(len(one.tokens)) for answer, one in zip(answers, generations)]
     return usage(prompt_tokens, generations, sum(cached.values()), policies)
 
 
