@@ -199,7 +199,8 @@ def test_tokens_that_are_parts_of_a_character_have_spellings_of_their_own(runnin
     assert (said.text, first) == (PARTS, "<|bos|>")
     assert tokens == [f"bytes:\\x{byte:02x}" for byte in PARTS.encode()]
     assert said.logprobs.text_offset[-5:] == [0, 0, 1, 1, 1]  # a character counts once its last byte has come
-    assert [len(top) for top in said.logprobs.top_logprobs[1:]] == [20] * (len(said.logprobs.tokens) - 1)
+    for own, top in list(zip(said.logprobs.tokens, said.logprobs.top_logprobs, strict=True))[1:]:
+        assert (own in top, len(top) in (20, 21)) == (True, True)  # it may be none of the best
     chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 1, "logit_bias": {"240": 100}, "logprobs": True}
     [token] = running.client.chat.completions.create(**chat).choices[0].logprobs.content
     assert (token.token, token.bytes) == ("bytes:\\xf0", [0xF0])

@@ -93,5 +93,7 @@ def _kind(form: Mapping[str, Any]) -> str:
         return " or ".join(_kind(each) for each in form["anyOf"] if each.get("type") != "null")
     if values := form.get("enum") or ([form["const"]] if "const" in form else None):
         return " or ".join(f"<code>{escape(str(value))}</code>" for value in values)
+    if "prefixItems" in form:
+        return f"list of ({', '.join(map(_kind, form['prefixItems']))})"
     said = [f"list of ({_kind(form['items'])})"] if form.get("type") == "array" else [escape(form.get("type", "any"))]
     return ", ".join(said + [escape(text.format(form[name])) for name, text in LIMITS.items() if name in form])
