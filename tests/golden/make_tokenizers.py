@@ -15,7 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import tokenizers
 from gguf_files import bpe_metadata, spm_metadata, tiny_model, write_gguf
+from tokenizers import models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -38,6 +40,18 @@ TEXTS = [
     "\u00a0non\u2003breaking\u200bzero",
     "!!!...???---***",
 ]
+CUT_PRE = (
+    "gpt-2 default smollm falcon qwen2 llama-bpe seed-coder tekken gpt-4o deepseek-coder deepseek-v3 bloom viking "
+    "deepseek-r1-qwen smaug-bpe"
+).split()
+CUT_TEXTS = [
+    *(text for text in TEXTS if "</s>" not in text and "\u2003" not in text),
+    "camelCase HTTPServer iPhone's McDonald'S ÉcoleNormale /usr/bin\n//x\r\n a/b)\n(c)\n\n",
+    "`code` x=1234567.89;y+=2 a.b.c 'tis o'clock we'Re $x `",
+    "한국어123日本12,345語 \n 。、a،b (c|d) e|f",
+]
+"""Texts on which llama.cpp's translations of the regular expressions agree with the originals: without rare spaces and
+combining characters, and without "</s>", which llama.cpp takes as a special token whatever its type."""
 DECOMPOSED = "cafe\u0301 A\u030angstro\u0308m"
 """Text that is not in NFC: qwen2's own tokenizer composes its characters, llama.cpp does not."""
 
@@ -119,11 +133,33 @@ def llama_cpp_ids(work: Path, bpe: dict, spm: dict, texts: list[str]) -> dict[st
     return peer(TOKENIZE, json.dumps(texts), *paths)
 
 
+def cut_vocabulary() -> dict:
+    """Train a BPE on all short substrings of CUT_TEXTS, so that its ids show where a pre-tokenizer cuts."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, show_progress=False, initial_alphabet=alphabet)
+    parts = (text[at : at + size] for text in CUT_TEXTS for size in range(2, 9) for at in range(len(text) - size + 1))
+    backend.train_from_iterator(parts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {"tokens": tokens, "types": [1] * len(tokens), "merges": [" ".join(merge) for merge in model["merges"]]}
+
+
+def cut_ids(work: Path, vocab: dict) -> dict[str, list[list[int]]]:
+    """Return llama.cpp's ids of CUT_TEXTS, by pre-tokenizer."""
+    metadata, tensors = tiny_model(len(vocab["tokens"]))
+    paths = [write_gguf(work / f"{pre}.gguf", metadata | bpe_metadata(vocab, pre), tensors) for pre in CUT_PRE]
+    return peer(TOKENIZE, json.dumps(CUT_TEXTS), *paths)
+
+
 def main() -> None:
     """Train the vocabularies, collect all ids and write tokenizers.json."""
     made = peer(TRAIN, DOCUMENT, json.dumps(TEXTS), DECOMPOSED)
+    cuts = cut_vocabulary()
     with tempfile.TemporaryDirectory() as work:
         made["llama_cpp"] = llama_cpp_ids(Path(work), made["bpe"], made["spm"], TEXTS)
+        made["cuts"] = {"vocabulary": cuts, "texts": CUT_TEXTS, "ids": cut_ids(Path(work), cuts)}
     made |= {"texts": TEXTS, "decomposed": DECOMPOSED}
     OUT.write_text(json.dumps(made, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 

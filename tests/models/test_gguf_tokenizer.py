@@ -12,11 +12,11 @@ from gguf_files import bpe_metadata, spm_metadata, tiny_model, write_gguf
 
 from tessera.models.checkpoint import read_tokenizer
 from tessera.models.gguf_file import read_gguf
-from tessera.models.gguf_tokenizer import PATTERNS, gguf_tokenizer
+from tessera.models.gguf_tokenizer import EXPRESSIONS, PATTERNS, gguf_tokenizer
 from tessera.models.tokenizer_files import load_tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
-BPE, SPM, TEXTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"]
+BPE, SPM, TEXTS, CUTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"], GOLDEN["cuts"]
 IDS = [f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown")]
 PLAIN = [text for text in TEXTS if "<s>" not in text]
 
@@ -26,7 +26,7 @@ def read(path, metadata):
     return gguf_tokenizer(read_gguf(write_gguf(path / "t.gguf", {"general.architecture": "llama"} | metadata, {})))
 
 
-@pytest.mark.parametrize("pre", PATTERNS)
+@pytest.mark.parametrize("pre", [pre for pre in GOLDEN["llama_cpp"] if pre != "sentencepiece"])
 def test_byte_level_ids_are_llama_cpps(tmp_path, pre):
     tokenizer = read(tmp_path, bpe_metadata(BPE, pre))
     assert [tokenizer.encode(text, add_special=False) for text in TEXTS] == GOLDEN["llama_cpp"][pre]
@@ -40,9 +40,30 @@ def test_byte_level_ids_are_those_of_transformers_own_classes(tmp_path, pre):
     assert [tokenizer.encode(text, add_special=False) for text in texts[: len(own)]] == own
 
 
+@pytest.mark.parametrize("pre", CUTS["ids"])
+def test_cuts_are_llama_cpps(tmp_path, pre):
+    tokenizer = read(tmp_path, bpe_metadata(CUTS["vocabulary"], pre))
+    assert [tokenizer.encode(text, add_special=False) for text in CUTS["texts"]] == CUTS["ids"][pre]
+
+
 def test_every_pre_tokenizer_cuts_in_its_own_way():
-    ids = GOLDEN["llama_cpp"]
-    assert len({json.dumps(ids[pre]) for pre in PATTERNS}) == len(PATTERNS)
+    assert len({json.dumps(CUTS["ids"][pre]) for pre in PATTERNS}) == len(PATTERNS)
+
+
+def test_names_of_other_models_tokenizers(tmp_path):
+    """A vocabulary whose only merge is of a whole piece shows which names take such a piece without merging it."""
+    assert {
+        "tekken",
+        "deepseek-r1-qwen",
+        "pixtral",
+        "llama3",
+        "stablelm2",
+        "minerva-7b",
+        "mellum",
+    } <= EXPRESSIONS.keys()
+    vocab = {"tokens": ["a", "b", "c", "ab", "abc"], "types": [1] * 5, "merges": ["a b"]}
+    whole = [pre for pre in EXPRESSIONS if read(tmp_path, bpe_metadata(vocab, pre)).encode("abc") == [4]]
+    assert whole == "llama-bpe tekken llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split()
 
 
 def test_sentencepiece_ids_are_those_of_sentencepiece_and_llama_cpp(tmp_path):
@@ -73,9 +94,9 @@ def test_tokens_around_a_text(tmp_path):
     none = read(tmp_path, spm_metadata(SPM) | {"tokenizer.ggml.add_bos_token": False})
     assert none.encode("a") == none.encode("a", add_special=False)
     named = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-    for pre in PATTERNS:  # by default only llama-bpe adds a bos
+    for pre in PATTERNS:  # by default only these two add a bos
         ids = read(tmp_path, bpe_metadata(BPE, pre) | named).encode("a")
-        assert (ids[0] == 1) == (pre == "llama-bpe")
+        assert (ids[0] == 1) == (pre in ("llama-bpe", "tekken"))
     wanted = read(tmp_path, bpe_metadata(BPE, "qwen2") | named | {"tokenizer.ggml.add_bos_token": True})
     assert wanted.encode("a")[0] == 1
 
@@ -151,7 +172,7 @@ def test_sentencepiece_without_byte_pieces_has_unknown_characters(tmp_path):
     [
         ({"tokenizer.ggml.model": "bert"}, "bert"),
         ({"tokenizer.ggml.model": 7}, "tokenizer.ggml.model=7"),
-        ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
+        ({"tokenizer.ggml.pre": "chameleon"}, "chameleon"),
         ({"tokenizer.ggml.pre": 3}, "tokenizer.ggml.pre=3"),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "'a' twice"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens"),

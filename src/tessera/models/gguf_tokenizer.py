@@ -26,16 +26,51 @@ KNOWN_TYPES = range(7)
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|"
+    r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words that end where upper case follows lower case; the blanks are for endings such as 's, and for digits."""
+CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (GPT2,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "smollm": (r"\p{N}", GPT2),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
     "qwen2": (WORDS + r"\p{N}" + REST,),
     "llama-bpe": (WORDS + r"\p{N}{1,3}" + REST,),
+    "seed-coder": (WORDS + r"\p{N}" + REST.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),),
+    "tekken": (CASED % ("", "", ""),),
+    "gpt-4o": (CASED % (CONTRACTED, CONTRACTED, "{1,3}"),),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "bloom": (BLOOM,),
+    "viking": (BLOOM, r"\p{N}"),
 }
 """Regular expressions by `tokenizer.ggml.pre`. Each expression splits every piece that the previous one produced,
 whether the piece was a match or the text between two matches."""
-ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+SAME = {
+    "gpt-2": "gpt2 phi-2 mpt olmo jais trillion gigachat a.x-4.0 mellum exaone4 granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    "qwen2": "deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx",
+    "gpt-4o": "llama4 kanana2 talkie",
+    "deepseek-v3": "hunyuan-dense joyai-llm",
+    "bloom": "poro-chat gpt3-finnish",
+}
+"""Other names for the expressions of PATTERNS, as in llama.cpp."""
+EXPRESSIONS = {**PATTERNS, **{name: PATTERNS[like] for like, names in SAME.items() for name in names.split()}}
+COMPOSED = ("qwen2", "deepseek-r1-qwen")
+"""Names of Qwen's own tokenizer, which first composes characters (NFC)."""
+WHOLE = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
+"""Names of tokenizers that take a piece that is a token without merging it, and begin a text with bos by default."""
 
 MAX_SPLIT_WORK = 1 << 32
 """Maximum number of characters copied to find SentencePiece's merges, which is the sum of the squared piece lengths.
@@ -69,7 +104,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
     try:
         vocab = _Vocabulary(meta)
         backend = _byte_level(vocab) if kind == "gpt2" else _sentencepiece(vocab)
-        specials = _finish(backend, vocab, add_bos=kind == "llama" or vocab.pre == "llama-bpe")
+        specials = _finish(backend, vocab, add_bos=kind == "llama" or vocab.pre in WHOLE)
         chat, tool = _templates(vocab)
     except ValueError as error:
         raise ValueError(f"{file.path} has a tokenizer that cannot be used: {error}") from error
@@ -98,8 +133,7 @@ class _Vocabulary:
             wrong = self.types[~np.isin(self.types, KNOWN_TYPES)][0]
             raise ValueError(f"tokenizer.ggml.token_type holds the unknown type {wrong}")
         self.special_ids = {role: self.token_id(role) for role in ROLES}
-        pre = self.typed("tokenizer.ggml.pre", str, "default")
-        self.pre = ALIASES.get(pre, pre)
+        self.pre = self.typed("tokenizer.ggml.pre", str, "default")
 
     def typed(self, key: str, kind: type, *default: Any) -> Any:
         """Return a key's value, checked to be of type `kind`; the default if the key is missing."""
@@ -138,9 +172,9 @@ def _templates(vocab: _Vocabulary) -> tuple[str | None, str | None]:
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
     """Build a byte-level BPE tokenizer, which writes bytes as printable characters and merges them within the pieces
     that the pre-tokenizer produces."""
-    if vocab.pre not in PATTERNS:
+    if vocab.pre not in EXPRESSIONS:
         raise ValueError(
-            f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(PATTERNS)}"
+            f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(EXPRESSIONS)}"
         )
     if "tokenizer.ggml.pre" not in vocab.meta:
         logger.warning("the file does not name its pre-tokenizer (tokenizer.ggml.pre): using llama.cpp's default")
@@ -150,10 +184,10 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
         if not (left and gap and right):
             raise ValueError(f"tokenizer.ggml.merges holds {quoted(merge)}, which is not two pieces")
         merges.append((left, right))
-    backend = _build(vocab.used(), merges, ignore_merges=vocab.pre == "llama-bpe")
-    if vocab.pre == "qwen2":
+    backend = _build(vocab.used(), merges, ignore_merges=vocab.pre in WHOLE)
+    if vocab.pre in COMPOSED:
         backend.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[vocab.pre]]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in EXPRESSIONS[vocab.pre]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
