@@ -313,7 +313,7 @@ def test_missing_weights_and_shards_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="holds no weights"):
         load_params(folder, config)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"\.bin files"):
+    with pytest.raises(ValueError, match=r"\.bin or \.pth files"):
         load_params(folder, config)
     shards = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded"))
     (shards / "model-00002-of-00003.safetensors").unlink()

@@ -213,6 +213,44 @@ def test_named_templates(plain, tmp_path, named, chat, tools, place):
             assert rendered == [chat, chat, tools]
 
 
+def with_added(plain, folder, tokens: dict[int, str], **flags) -> Tokenizer:
+    """Save the byte tokenizer with these tokens in tokenizer_config.json alone, and load it."""
+    plain.save(folder)
+    listed = {str(index): {"content": content, "special": True, **flags} for index, content in tokens.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    return load_tokenizer(folder)
+
+
+def test_tokens_that_only_the_settings_list_are_added(plain, tmp_path):
+    tokens = {265: "<|b|>", 264: "<|a|>", 257: "<|eos|>", 65: "A"}  # in any order; one is there, and one is a piece
+    tokenizer = with_added(plain, tmp_path, tokens)
+    assert tokenizer.encode("x<|a|><|b|>A<|eos|>", add_special=False) == [120, 264, 265, 65, 257]
+    assert tokenizer.decode([120, 264, 65]) == "x"  # they are special, as the settings say
+    tokenizer.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").encode("<|b|>", add_special=False) == [265]
+    shown = with_added(plain, tmp_path / "shown", {264: "<|a|>"}, special=False)
+    assert shown.decode([264]) == "<|a|>"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (
+            {300: "<|a|>"},
+            "token '<|a|>' the id 300 in added_tokens_decoder, but the next free id of tokenizer.json is 264",
+        ),
+        ({259: "<|a|>"}, "token '<|a|>' the id 259 in added_tokens_decoder, but in tokenizer.json it is '<|user|>'"),
+        ({264: "<|user|>"}, "token '<|user|>' the id 264 in added_tokens_decoder, but in tokenizer.json .* has id 259"),
+        ({264: ""}, "added_tokens_decoder=.* must be an object that maps ids"),
+        ({"x": "<|a|>"}, "added_tokens_decoder=.* must be an object that maps ids"),
+        ({1 << 40: "<|a|>"}, "added_tokens_decoder=.* must be an object that maps ids"),
+    ],
+)
+def test_tokens_that_contradict_each_other_are_refused(plain, tmp_path, tokens, said):
+    with pytest.raises(ValueError, match=said.replace("|", r"\|")):
+        with_added(plain, tmp_path, tokens)
+
+
 def test_tokenizers_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(ValueError, match="tokenizer.model, which is not supported: convert it once"):

@@ -35,6 +35,7 @@ from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_rows
 from tessera.models.gguf_model import gguf_config, gguf_tensors
 from tessera.models.gguf_stored import FLOATS
 from tessera.models.gguf_tokenizer import gguf_tokenizer
+from tessera.models.hub import download
 from tessera.models.layers import Layer, Params
 from tessera.models.parts import load_weight
 from tessera.models.quantised import check_forms, stored_tensors
@@ -106,21 +107,7 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
             f"model {name!r} {problem}: pass a Hugging Face folder, a GGUF file, a hub id like 'owner/name', or "
             f"{' or '.join(map(repr, SOURCES))}"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        if config_only:
-            return Path(snapshot_download(name, allow_patterns=["config.json", "generation_config.json"]))
-        small = snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model"])
-        read_config(small)
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"model {name!r} is neither a local folder nor reachable on the Hugging Face hub ({reason}): "
-            f"check the name, the network and your access rights, or pass a folder"
-        ) from error
+    return download(name, config_only=config_only, check=read_config)
 
 
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:

@@ -7,7 +7,7 @@ bytes, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -71,9 +71,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
     if single.is_file():
         return read_header(single)
     if not index.is_file():
-        if any(folder.glob("*.bin")):
-            raise ValueError(f"{folder} holds its weights as .bin files, which may run code: save them as safetensors")
-        raise ValueError(f"{folder} holds no weights ({SINGLE} or {INDEX}): download the model again")
+        raise no_weights(folder, sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")))
     weight_map = read_json(index).get("weight_map")
     if not WEIGHT_MAP.fits(weight_map):
         raise ValueError(
@@ -95,6 +93,30 @@ def read_index(folder: Path) -> dict[str, Stored]:
     if lost := sorted(weight_map.keys() - stored.keys()):
         raise ValueError(f"{index} lists {escaped(lost[0])}, which no shard holds: download the model again")
     return stored
+
+
+def no_weights(place: object, names: Sequence[str]) -> ValueError:
+    """Return the error for a folder or hub model without SINGLE and INDEX, given the names of its files."""
+    held = {suffix: [name for name in names if name.endswith(suffix)] for suffix in (".gguf", ".safetensors")}
+    own = [name for name in names if Path(name).name.startswith("consolidated")]
+    if held[".gguf"]:
+        return ValueError(f"{place} holds GGUF files: download one, such as {held['.gguf'][0]}, and pass its path")
+    if own:
+        return ValueError(
+            f"{place} holds its weights only as {own[0]}, in its authors' own form: take the model in Hugging Face's "
+            f"form, or convert it with the script of its family in transformers"
+        )
+    if any(name.startswith("adapter_") for name in names):
+        return ValueError(f"{place} holds only an adapter of another model: merge it into that model first, with peft")
+    if held[".safetensors"]:
+        return ValueError(
+            f"{place} holds no {SINGLE} or {INDEX}, only {held['.safetensors'][0]}: rename it to {SINGLE}"
+        )
+    if any(name.endswith((".bin", ".pth", ".pt")) for name in names):
+        return ValueError(
+            f"{place} holds its weights as .bin or .pth files, which may run code: save them as safetensors"
+        )
+    return ValueError(f"{place} holds no weights ({SINGLE} or {INDEX}): download the model again")
 
 
 def read_header(path: Path) -> dict[str, Stored]:

@@ -4,6 +4,7 @@ The tokenizers library trusts tokenizer.json: a token id of 2 ** 31 aborts the p
 panic, which is not a subclass of `Exception`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +21,17 @@ MAX_TOKENS = 1 << 22
 
 TOKEN = integer(0, MAX_TOKENS - 1)
 WORD = Rule("a non-empty string", lambda value: isinstance(value, str) and value != "")
-ADDED = record(
-    {
-        "id": TOKEN,
-        "content": WORD,
-        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), maybe(TRUTH)),
-    },
-    "objects with an id and a content",
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Names of an added token's settings."""
+CONTENT = {"content": WORD, **dict.fromkeys(FLAGS, maybe(TRUTH))}
+ADDED = record({"id": TOKEN, **CONTENT}, "objects with an id and a content")
+BY_ID = Rule(
+    f"an object that maps ids below {MAX_TOKENS} to tokens with a content",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(re.fullmatch("0|[1-9][0-9]{0,9}", key) and TOKEN.fits(int(key)) for key in value)
+        and all(map(record(CONTENT, "").fits, value.values()))
+    ),
 )
 FIELDS = MappingProxyType(
     {
@@ -65,6 +70,7 @@ ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 SETTINGS = MappingProxyType(
     {
         **dict.fromkeys(ROLES, maybe(either(TEXT, record({"content": TEXT}, "an object with a content")))),
+        "added_tokens_decoder": maybe(BY_ID),
         "chat_template": maybe(
             either(TEXT, items(record({"name": TEXT, "template": TEXT}, ""), "templates with names"))
         ),

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
+from tessera.core.escapes import quoted
 from tessera.core.fields import check_fields, parse_json, read_json
 from tessera.models.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, TOOL_USE, Tokenizer
-from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
+from tessera.models.tokenizer_fields import FLAGS, MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
@@ -32,7 +34,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
         )
     backend = _read_backend(path)
     settings = _read_settings(folder / "tokenizer_config.json")
-    settings.pop("added_tokens_decoder", None)  # tokenizer.json holds the same list
+    _add_tokens(backend, settings.pop("added_tokens_decoder", None) or {}, folder / "tokenizer_config.json")
     chat, tool = _read_templates(folder, settings.pop("chat_template", None))
     specials = {}
     for source in (_read_settings(folder / "special_tokens_map.json"), settings):
@@ -61,6 +63,36 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except ValueError as error:
         raise ValueError(f"{problem}: {error}: download it again") from error
     return backend
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Mapping[str, Any], path: Path) -> None:
+    """Add the tokens of tokenizer_config.json's added_tokens_decoder that tokenizer.json lacks.
+
+    Raises:
+        ValueError: the files give a token different ids, an id different tokens, or an id is not the next free one.
+    """
+    known = backend.get_added_tokens_decoder()
+    for number, token in sorted(((int(key), token) for key, token in tokens.items()), key=lambda item: item[0]):
+        content, found = token["content"], backend.token_to_id(token["content"])
+        if found == number and number in known:
+            continue
+        held = backend.id_to_token(number)
+        if found not in (None, number) or (found is None and held is not None):
+            other = (
+                f"{quoted(content)} has id {found}" if held is None or found is not None else f"it is {quoted(held)}"
+            )
+            raise ValueError(
+                f"{path} gives token {quoted(content)} the id {number} in added_tokens_decoder, but in tokenizer.json "
+                f"{other}: correct either file, or download both again"
+            )
+        flags = {flag: token[flag] for flag in FLAGS if token.get(flag) is not None}
+        with LibraryErrors(f"{path}: the tokenizers library refuses the token {quoted(content)}"):
+            backend.add_tokens([AddedToken(content, **flags)])
+        if (given := backend.token_to_id(content)) != number:
+            raise ValueError(
+                f"{path} gives token {quoted(content)} the id {number} in added_tokens_decoder, but the next free id "
+                f"of tokenizer.json is {given}: list the tokens between them, too"
+            )
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

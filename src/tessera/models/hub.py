@@ -1,0 +1,47 @@
+"""Download a model of the Hugging Face hub: the files that are read, and no other form of the weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tessera.core.fields import read_json
+from tessera.models.tensor_file import INDEX, SINGLE, no_weights
+
+
+def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -> Path:
+    """Download a model into the hub's cache and return its folder.
+
+    Args:
+        name: the hub's "owner/name".
+        config_only: download config.json and generation_config.json alone.
+        check: function that is called with the folder before the weights are downloaded; an error stops the download.
+
+    Raises:
+        ValueError: the hub has no such model or cannot be reached, or the model has no weights in safetensors.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if config_only:
+            return Path(snapshot_download(name, allow_patterns=["config.json", "generation_config.json"]))
+        small = {"allow_patterns": ["*.json", "*.jinja", "tokenizer.model"], "ignore_patterns": ["*/*.json"]}
+        folder = Path(snapshot_download(name, **small))
+        check(folder)
+        folder = Path(snapshot_download(name, allow_patterns=(shards := _shards(folder)) or [SINGLE]))
+        if shards or (folder / SINGLE).is_file():
+            return folder
+        names = HfApi().list_repo_files(name)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model {name!r} is neither a local folder nor reachable on the Hugging Face hub ({reason}): "
+            f"check the name, the network and your access rights, or pass a folder"
+        ) from error
+    raise no_weights(f"model {name!r} of the Hugging Face hub", names)
+
+
+def _shards(folder: Path) -> list[str]:
+    """List the files that the tensor index names; [] without an index."""
+    index = folder / INDEX
+    found = read_json(index).get("weight_map") if index.is_file() else None
+    return sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []
