@@ -33,7 +33,7 @@ def tokenizer_of(family):
 
 
 def parsed(request):
-    return ChatBody.model_validate_json(json.dumps({k: v for k, v in request.items() if k != "chat_template_kwargs"}))
+    return ChatBody.model_validate_json(json.dumps(request))
 
 
 def conversation(family, request):
@@ -44,7 +44,7 @@ def conversation(family, request):
 def prompt(family, request):
     """Return the prompt of a request; leave out the tools that the server describes because the template does not."""
     found = conversation(family, request)
-    text = tokenizer_of(family).render_chat(**found, **request.get("chat_template_kwargs", {}))
+    text = tokenizer_of(family).render_chat(**found, **(parsed(request).chat_template_kwargs or {}))
     if "tools" in request and not found.get("tools"):
         first, given = found["messages"][0], request["messages"][0]
         assert first["role"] == "system"
