@@ -24,7 +24,7 @@ test-exhaustive: $(VENV)/.dev ## the suite with every repetition: each kernel in
 	$(BIN)/python -m pytest --exhaustive -n auto --maxprocesses 4 --dist loadgroup
 
 conformance: $(VENV)/.dev ## what clients and test suites of other servers expect of `tessera serve`, and what it refuses on purpose
-	$(BIN)/python -m pytest -n 0 -v -rA --no-header tests/serve/test_conformance.py | sed -nE 's/^(PASSED|FAILED|ERROR) .*\[(.*)\].*/\1  \2/p;$$p'
+	@set -o pipefail; $(BIN)/python -m pytest -n 0 -v -rA --no-header tests/serve/test_conformance.py | sed -nE 's/^(PASSED|FAILED|ERROR) .*\[(.*)\].*/\1  \2/p;$$p'
 
 lint: $(VENV)/.dev ## check style
 	$(BIN)/ruff check src tests && $(BIN)/ruff format --check src tests

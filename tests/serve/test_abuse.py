@@ -65,6 +65,8 @@ def of_type(form, defs, depth):
             return st.fixed_dictionaries(needed, optional={k: v for k, v in fields.items() if k not in needed})
         case "object":
             return st.dictionaries(st.text(max_size=8), NASTY, max_size=4)
+        case "array" if "prefixItems" in form:
+            return st.tuples(*(drawn(each, defs, depth + 1) for each in form["prefixItems"])).map(list)
         case "array":
             return st.lists(drawn(form["items"], defs, depth + 1), min_size=form.get("minItems", 0), max_size=4)
         case "integer":

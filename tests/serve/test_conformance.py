@@ -61,6 +61,11 @@ def matches(pattern):
     return lambda answer: re.fullmatch(pattern, content(answer)) is not None
 
 
+def unchanged(answer):
+    """Only a marker: the answer is compared with that to a request without the field."""
+    return answered(answer)
+
+
 def answered(answer):
     return answer["usage"]["completion_tokens"] >= 1
 
@@ -75,7 +80,7 @@ def streamed(events):
 
 FORCED = {"logit_bias": {"77": 100}}
 OPENAI = [
-    Row("openai", f"{field} changes no answer", {field: value}, answered)
+    Row("openai", f"{field}={json.dumps(value)} changes no answer", {field: value, "temperature": 0}, unchanged)
     for field, value in {
         "store": True,
         "metadata": {"run": "1"},
@@ -89,16 +94,16 @@ OPENAI = [
         "verbosity": "medium",
         "reasoning_effort": "medium",
         "parallel_tool_calls": True,
-        "frequency_penalty": 1.5,
-        "presence_penalty": -2,
-        "temperature": 2,
-        "seed": -(2**62),
         "model": "",
         "n": 1,
     }.items()
 ]
 OPENAI += [
-    Row("openai", "a seed of 64 bits repeats an answer", {"seed": 2**63 - 1, "n": 2, "temperature": 1}, answered),
+    Row("openai", "seeds of 64 bits", {"seed": 2**63 - 1, "n": 3, "temperature": 1.5}, lambda answer: (
+        len({one["message"]["content"] for one in answer["choices"]}) == 3)),
+    Row("openai", "negative seeds", {"seed": -(2**62), "temperature": 2}, answered),
+    Row("openai", "a presence penalty", {"presence_penalty": 2, "logit_bias": {"77": 96, "78": 95, "79": 94.5},
+        "max_tokens": 3, "temperature": 0}, matches("M[MNO]{2}")),
     Row("openai", "a chat without max_tokens ends or fills the context", {"max_tokens": None}, lambda answer: (
         choice(answer)["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 256)),
     Row("openai", "a stream begins with the role", {"stream": True}, lambda events: (
@@ -125,7 +130,7 @@ OPENAI += [
     Row("openai", "a browser's question needs no key", {}, lambda answer: True, "OPTIONS " + CHAT),
 ]  # fmt: skip
 LLAMA = [
-    Row("llama.cpp", f"{field} changes no answer", {field: value}, answered)
+    Row("llama.cpp", f"{field}={json.dumps(value)} changes no answer", {field: value, "temperature": 0}, unchanged)
     for field, value in {
         "cache_prompt": True,
         "id_slot": 0,
@@ -145,7 +150,6 @@ LLAMA = [
         "post_sampling_probs": False,
         "lora": [],
         "grammar": "",
-        "seed": -1,
         "top_k": 0,
     }.items()
 ]
@@ -172,7 +176,7 @@ LLAMA += [
         answer["prompt"] == "<|bos|><|user|>Hello<|end|><|assistant|>"), "/apply-template"),
 ]  # fmt: skip
 VLLM = [
-    Row("vLLM", f"{field} changes no answer", {field: value}, answered)
+    Row("vLLM", f"{field}={json.dumps(value)} changes no answer", {field: value, "temperature": 0}, unchanged)
     for field, value in {
         "request_id": "a",
         "priority": 1,
@@ -185,7 +189,6 @@ VLLM = [
         "include_reasoning": True,
         "detokenize": True,
         "guided_decoding_backend": "guidance",
-        "seed": -5,
         "documents": [],
         "mm_processor_kwargs": {},
     }.items()
@@ -315,6 +318,8 @@ def test_a_request_that_a_peer_takes_is_answered_alike(running, row):
     else:
         answer = json.loads(found.text) if found.headers["content-type"] == "application/json" else found.text
     assert row.right(answer), answer
+    if row.right is unchanged:
+        assert content(answer) == content(send(running, {"temperature": 0}).json())
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.peer}: {row.field} is refused: {row.reason}")

@@ -34,7 +34,7 @@ COMPLETION_TOKENS = 16
 
 MAX_VARIABLES = 64
 """Maximum number of variables for the chat template in one request."""
-RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final", "parse_special", "tokenizer"}
+RESERVED = {"self", "messages", "tools", "add_generation_prompt", "continue_final", "parse_special", "tokenizer"}
 """Names that `chat_template_kwargs` may not have."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
