@@ -73,7 +73,7 @@ TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>")
 def base(tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("ends"), replace(CONFIG, vocab_size=267), plan=False)
     tokenizer = read_tokenizer(folder)
-    tokenizer.backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS])
+    tokenizer.backend.add_tokens([AddedToken(token, special=token != "<|im_end|>") for token in TOKENS])
     tokenizer.save(folder)
     return folder
 

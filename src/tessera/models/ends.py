@@ -30,6 +30,7 @@ FILLS = {
 """Names of the tokens after which a model that fills in the middle of a file goes on with another file. They end an
 answer, as in llama.cpp. The keys are roles, which a GGUF file's metadata may give to other tokens."""
 BARRED = frozenset(name for name in NAMES if "|" in name or "｜" in name)
+"""Names that no text needs: a token of such a name ends an answer even if the file does not call it special."""
 CONTROL, USER_DEFINED = 3, 4
 """Values in `tokenizer.ggml.token_type` of tokens that are not pieces of text."""
 ITS_NAME = "its name"
@@ -86,7 +87,8 @@ def folder_ends(
         return _collected(named, {})
     backend, size = tokenizer.backend, raw["config.json"]["vocab_size"]
     added = backend.get_added_tokens_decoder()
-    special = {token.content: index for index, token in added.items() if token.special and index < size}
+    marks = {index for index, token in added.items() if token.special or token.content in BARRED}
+    special = {added[index].content: index for index in marks if index < size}
     ours = {special[name] for name in by_name(special)}
     if (eos := tokenizer.eos_id) is not None and eos < size:
         named["the tokenizer's eos_token"] = (eos,)
