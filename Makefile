@@ -8,7 +8,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test test-exhaustive conformance lint format peers peers-tpu gates harness bench readme clean
+.PHONY: help demo test test-exhaustive conformance lint format peers peers-tpu gates harness clients bench readme clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -48,6 +48,9 @@ gates: $(VENV)/.dev ## every configuration of the Hopper kernels: machine code, 
 harness: .venv-harness/.done ## the shipped model under the real lm_eval, on tasks made here
 	.venv-harness/bin/python tests/golden/check_harness.py
 
+clients: $(VENV)/.dev .venv-clients/.done ## agent loops of OpenAI's client, LangChain, LiteLLM and others against the server; MODEL=FILE for a real model
+	$(BIN)/python tests/golden/check_clients.py $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT))
+
 bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and the demo's answers; appends to evidence/
 	$(BIN)/tessera bench --suite cpu
 	$(BIN)/tessera bench --suite demo
@@ -57,7 +60,7 @@ readme: $(VENV)/.core ## render the tables of README.md and docs/, and the repor
 	$(BIN)/tessera report --out docs/report.html
 
 clean: ## remove what the targets above built
-	rm -rf $(VENV) .venv-peers .venv-tokamax .venv-harness build dist src/*.egg-info
+	rm -rf $(VENV) .venv-peers .venv-tokamax .venv-harness .venv-clients build dist src/*.egg-info
 
 $(VENV)/.python:
 	@python="$$($(FIND_PYTHON))"; \
@@ -82,6 +85,13 @@ PEER_PYTHON ?= python3
 .venv-harness/.done: $(VENV)/.python pyproject.toml
 	rm -rf .venv-harness && $(BIN)/python -m venv .venv-harness
 	.venv-harness/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval]'
+	@touch $@
+
+# instructor excludes the versions of jiter and rich that the others need; it works with them.
+.venv-clients/.done: $(VENV)/.python peers/requirements-clients.txt
+	rm -rf .venv-clients && $(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-clients.txt
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps instructor==1.17.0
 	@touch $@
 
 # Needs no chip and no torch; libtpu is the compiler.
