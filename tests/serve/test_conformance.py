@@ -15,6 +15,11 @@ import pytest
 from live_server import KEY, start, tiny_model
 from tiny import CONFIG
 
+from tessera.serve import asking
+from tessera.serve.parsing import parse
+from tessera.serve.protocol import ChatBody
+from tessera.serve.schema import Refusal
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 EOS = str(CONFIG.eos_ids[0])
@@ -172,6 +177,10 @@ LLAMA += [
         lambda answer: [one["piece"] for one in answer["tokens"]] == ["<|bos|>", [0xC3], [0xA9]], "/tokenize"),
     Row("llama.cpp", "/detokenize gives content", {"tokens": [72, 105]}, lambda answer: answer["content"] == "Hi",
         "/detokenize"),
+    Row("llama.cpp", "a last message of the assistant is followed by a new one, unless continue_final_message asks",
+        {"messages": PREFIX}, lambda answer: answer["usage"]["prompt_tokens"] == len("HelloWell, ") + 6),
+    Row("llama.cpp", "/apply-template of a message to go on with", {"messages": PREFIX, "continue_final_message": True},
+        lambda answer: answer["prompt"].endswith("Well, "), "/apply-template"),
     Row("llama.cpp", "/apply-template", {"messages": HELLO}, lambda answer: (
         answer["prompt"] == "<|bos|><|user|>Hello<|end|><|assistant|>"), "/apply-template"),
 ]  # fmt: skip
@@ -329,3 +338,22 @@ def test_a_request_that_cannot_be_honoured_is_refused_by_name(running, row):
     error = found.json()["error"]
     assert error["param"].startswith(row.field), error
     assert row.field.rpartition(".")[2] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        ("{{ reasoning_effort }}", "high", {"reasoning_effort": "high"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ messages }}", "medium", {}),
+        ("{{ messages }}", "low", None),
+        ("{{ enable_thinking }}", "high", None),
+    ],
+)
+def test_reasoning_effort_reaches_a_template_that_reads_it(template, effort, variables):
+    body = parse(ChatBody, json.dumps({"messages": HELLO, "reasoning_effort": effort}).encode(), 256)
+    if variables is None:
+        with pytest.raises(Refusal, match="reasoning_effort is not supported: the chat template does not read it"):
+            asking._variables(body, template)
+    else:
+        assert asking._variables(body, template) == {"add_generation_prompt": True, **variables}

@@ -1,6 +1,7 @@
 """Turn a request's body into what the engine runs: tokens, a grammar for each answer, and one request per choice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -14,7 +15,7 @@ from tessera.serve.fields import refusal_of
 from tessera.serve.protocol import ChatBody, Conversation, Prompt, SamplingFields
 from tessera.serve.schema import Refusal
 from tessera.serve.site import Site, tokenizer_of
-from tessera.serve.tools import encode
+from tessera.serve.tools import conversation, encode
 from tessera.serve.turns import in_turn
 
 START, SLACK = 8, 64
@@ -39,23 +40,28 @@ def encode_prompt(site: Site, prompt: Prompt, name: str, *, add_special: bool = 
 
     `add_special` adds the tokens that the model expects around a text, if the prompt begins with one.
     """
-    if all(isinstance(part, int) for part in prompt) or (isinstance(prompt, str) and site.model.tokenizer is None):
-        parts = [prompt]
-    elif isinstance(prompt, str):
+    given: str | Sequence[int] = prompt
+    if not isinstance(prompt, str):
+        given = _mixed(site, prompt, add_special) if any(isinstance(part, str) for part in prompt) else prompt
+    elif site.model.tokenizer is not None:
         _check_start(site, prompt, "prompt")
-        parts = [prompt if add_special else tokenizer_of(site).encode(prompt, add_special=False)]
-    else:
-        tokens = []
-        for index, part in enumerate(prompt):
-            if isinstance(part, str):
-                _check_start(site, part, "prompt")
-                part = tokenizer_of(site).encode(part, add_special=add_special and not index)
-            tokens += part if isinstance(part, list) else [part]
-        parts = [tokens]
+        given = prompt if add_special else site.model.tokenizer.encode(prompt, add_special=False)
     try:
-        return site.model.encode_prompt(parts[0], name)
+        return site.model.encode_prompt(given, name)
     except ValueError as error:
         raise Refusal(400, str(error), param="prompt") from error
+
+
+def _mixed(site: Site, parts: Sequence[int | str], add_special: bool) -> list[int]:
+    """Return the tokens of a prompt of token ids and texts."""
+    tokens: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            _check_start(site, part, "prompt")
+            tokens += tokenizer_of(site).encode(part, add_special=add_special and index == 0)
+        else:
+            tokens.append(part)
+    return tokens
 
 
 def render(site: Site, body: Conversation) -> list[int]:
@@ -63,14 +69,31 @@ def render(site: Site, body: Conversation) -> list[int]:
     _check_start(site, "".join(text for message in body.messages for text in message.texts), "messages")
     tokenizer = tokenizer_of(site)
     variables = _variables(body, tokenizer.chat_template or "")
-    try:
+    with _template_errors():
         tokens = encode(tokenizer, [message.plain() for message in body.messages], body.offered, **variables)
         check_tokens(tokens, site.model.config, "the conversation")
+    return tokens
+
+
+def templated(site: Site, body: Conversation) -> str:
+    """Return the text that the chat template writes for a conversation; raise Refusal as `render` does."""
+    tokens, tokenizer = render(site, body), tokenizer_of(site)
+    if body.continue_final_message:  # the template also writes the message's end
+        return tokenizer.decode(tokens, skip_special=False)
+    told = conversation(tokenizer, [message.plain() for message in body.messages], body.offered)
+    with _template_errors():
+        return tokenizer.render_chat(**told, **_variables(body, tokenizer.chat_template or ""))
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn the errors of a chat template into refusals."""
+    try:
+        yield
     except Unavailable as error:
         raise Refusal(503, str(error), retry_s=5) from error
     except (ValueError, RecursionError) as error:
         raise Refusal(400, str(error), param="messages") from error
-    return tokens
 
 
 def _variables(body: Conversation, template: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 
-from tessera.serve.asking import render
+from tessera.serve.asking import render, templated
 from tessera.serve.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from tessera.serve.reference import described
 from tessera.serve.schema import Refusal
@@ -35,8 +35,7 @@ def add_tokens(app: FastAPI, site: Site) -> None:
     async def apply_template(request: Request) -> dict:
         body = await site.bodies.of(request, ChatBody)
         check_model(site, body.model)
-        tokens = await in_turn(request, site.encoding, render, site, body)
-        return {"prompt": tokenizer_of(site).decode(tokens, skip_special=False)}
+        return {"prompt": await in_turn(request, site.encoding, templated, site, body)}
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
     async def detokenize(request: Request) -> dict:
