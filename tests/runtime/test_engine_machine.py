@@ -34,7 +34,7 @@ from tiny import PLAN, random_params
 
 from tessera.core.shapes import ceil_div
 from tessera.models.pages import NULL
-from tessera.runtime import choosing, engine, paged_lane
+from tessera.runtime import choosing, dispatched, engine, paged_lane
 from tessera.runtime.engine import Engine
 from tessera.runtime.paged_lane import PagedLane
 from tessera.runtime.pool import Paging, Pool
@@ -82,7 +82,7 @@ def own_clock():
     """Let seconds depend only on the history, so that the scheduler's choices repeat."""
     clock = SimpleNamespace(perf_counter=count(0.0, 2e-3).__next__)
     with patch.object(engine, "time", clock), patch.object(paged_lane, "time", clock):
-        with patch.object(choosing, "time", clock):
+        with patch.object(choosing, "time", clock), patch.object(dispatched, "time", clock):
             yield
 
 

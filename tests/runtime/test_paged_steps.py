@@ -11,10 +11,8 @@ from tiny import CONFIG, random_params
 from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.engine import Engine
-from tessera.runtime.paged_lane import Due
 from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Request
-from tessera.runtime.scheduler import LinearCosts
 from tessera.sparse.baselines import Dense
 
 PAGING = Paging(num_pages=33, page=32, unit=64, sizes=(128, 64), batches=(1, 2))
@@ -49,33 +47,15 @@ def test_no_token_waits_for_the_prefill_of_another_prompt(model):
     assert [[event.id for event in engine.step()] for _ in range(3)] == [[0], [1], [0, 1]]
 
 
-def test_one_prefill_at_most_runs_ahead_of_the_host(model):
-    engine = engine_of(model, 0, sizes=(64,))
+@pytest.mark.parametrize(("lag", "expected"), [(0, [0] * 5), (1, [1, 1, 1, 1, 2, 0])])
+def test_without_lag_no_prefill_runs_ahead_of_the_host(model, lag, expected):
+    engine = engine_of(model, lag, sizes=(64,))
     engine.submit(Request(prompt=prompt(300), max_new_tokens=1))
     pending = []
     while engine.busy:
         engine.step()
-        pending.append(len(engine.lanes[engine.policy]._pending))
-    assert pending == [1] * 5 + [0]
-
-
-@pytest.mark.parametrize(
-    ("ready", "expected"),
-    [
-        (False, [([], [21]), ([(0, 64)], [22]), ([(64, 64)], []), ([], [23, 129])]),
-        (True, [([], [21]), ([], [22]), ([], [23, 129])]),  # each prefill ended at an unknown time
-    ],
-)
-def test_costs_learn_from_what_the_device_computed_meanwhile(model, monkeypatch, ready, expected):
-    seen = []
-    monkeypatch.setattr(Due, "ready", ready)
-    monkeypatch.setattr(LinearCosts, "observed", lambda costs, *did: seen.append(did[:2]) or costs)
-    engine = answering(model, sizes=(64,))
-    engine.submit(Request(prompt=prompt(128), max_new_tokens=4))
-    seen.clear()
-    for _ in range(4):
-        engine.step()
-    assert seen == expected
+        pending.append(len(engine.lanes[engine.policy]._sent))
+    assert pending == expected
 
 
 class Counting:

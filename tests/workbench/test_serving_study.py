@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tessera.core import files
-from tessera.runtime.scheduler import LinearCosts
+from tessera.runtime.costs import LinearCosts
 from tessera.serve.load import Outcome
 from tessera.workbench.report.figures_served import figures
 from tessera.workbench.served import abuse, simulated, stand

@@ -8,8 +8,9 @@ import pytest
 
 from tessera.cli.main import main
 from tessera.models.catalogue import MODELS
+from tessera.runtime.costs import LinearCosts
 from tessera.runtime.roofline import Question, recipe, speed
-from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
+from tessera.runtime.scheduler import Scheduler, Work
 from tessera.workbench import evidence
 from tessera.workbench.report import documents, served
 from tessera.workbench.simulate import scenarios, study
@@ -119,6 +120,26 @@ def test_a_full_pool_makes_requests_give_way_and_all_still_end():
     assert one.preempted > 0
     assert sorted(each.work.id for each in one.ended) == list(range(6))
     assert all(each.work.generated == 900 for each in one.ended)
+
+
+@pytest.mark.parametrize("factor", [1.0, 50.0])
+@pytest.mark.parametrize("documents", [1, 2, 4])
+def test_a_chat_beside_documents_waits_for_one_bounded_step(factor, documents):
+    """The machine is `factor` times slower than the scheduler's costs say, which were measured while it was quiet."""
+    slow = LinearCosts(**{name: factor * value for name, value in vars(COSTS).items()})
+    one = Replica(Scheduler(COSTS, unit=UNIT, sizes=(1, 2, 4), step_s=0.01), 1000, slots=3, costs=slow)
+    asked = [arrival(0.0, 20_000, 50, Text(id, 20_000)) for id in range(documents)]
+    for id, each in enumerate(asked):
+        one.submit(open_of(one, id, each))
+        one.waiting[id].work.deadline_s = None
+    one.run_until(0.4 * slow.step_s([(0, 20_000)], []))
+    at_s = one.now_s - 0.5 * slow.step_s([(0, UNIT)], [])  # in the middle of a step
+    one.submit(open_of(one, 99, arrival(at_s, 32, 5, Text(99, 32))))
+    one.waiting[99].work.deadline_s = None
+    one.run_until(one.now_s + factor * 10)
+    chat = next(each for each in one.ended if each.work.id == 99)
+    assert chat.first_s - at_s < factor * 0.01 + 2 * slow.step_s([(0, UNIT)], [])
+    assert len(one.ended) == documents + 1 or documents > 1
 
 
 def test_arrivals_have_the_rate_and_texts_share_what_they_should():

@@ -13,7 +13,6 @@ pages run out, a request may have to give up its row and pages, and wait again. 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,22 +21,24 @@ from tessera.core.mesh import put
 from tessera.core.shapes import ceil_div
 from tessera.models.pages import OutOfPages
 from tessera.runtime.choosing import Pending, counts_of, fail, hand_out, pick, warm_choices
+from tessera.runtime.costs import LinearCosts
+from tessera.runtime.dispatched import Dispatched, Due
 from tessera.runtime.last_tokens import LastTokens
 from tessera.runtime.paged_row import Row
 from tessera.runtime.pool import Pool
 from tessera.runtime.prompt_scores import following
 from tessera.runtime.requests import Event, Held, PoolState, Ticket
 from tessera.runtime.sampling import Method
-from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
+from tessera.runtime.scheduler import Scheduler, Work
 from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy
 
 GUESS = LinearCosts(base=5e-3, row=5e-4, pair=1e-7, answer=5e-3, key=1e-6)
 """Predicted costs of a step, until `warm` measures them."""
 STEP_S = 0.1
-"""Maximum predicted seconds of a step in which rows decode, until `warm` derives it from measured costs."""
+"""Maximum predicted seconds of a step (`Scheduler.step_s`), until `warm` derives it from measured costs."""
 STRETCH = 3.0
-"""Maximum predicted seconds of a step in which rows decode, as a multiple of the seconds of a pure decode step.
+"""Maximum predicted seconds of a step (`Scheduler.step_s`), as a multiple of the seconds of a pure decode step.
 
 The pure decode step is one of all rows, each with keys for half the context."""
 BURSTS = 8
@@ -47,28 +48,13 @@ With fewer, one tenant could run dozens of usual requests before the next tenant
 NO_ROOM = "the pool, without its pinned pages, is too small"
 
 
-class Due(NamedTuple):
-    """Something that the device may still be computing, and the step at whose end the host waits for it.
-
-    It is the tokens of a decode step or of a prompt that has ended, or an array of a prefill that has not.
-    """
-
-    step: int
-    found: Pending | jax.Array
-
-    @property
-    def ready(self) -> bool:
-        """Whether the device has computed it."""
-        return (self.found.choice.token if isinstance(self.found, Pending) else self.found).is_ready()
-
-
 class PagedLane:
     """All requests of an engine, with their keys in one pool of pages.
 
     Args:
         pool: the pool, empty at first.
         slots: number of rows: how many requests can run at the same time.
-        lag: number of decode steps that the device runs ahead of the host. One prefill step does so in any case.
+        lag: number of steps that the device runs ahead of the host.
 
     Attributes:
         prefix: the prefix cache, which finds the pages of prompts by hash.
@@ -81,14 +67,11 @@ class PagedLane:
         burst = max(1, pool.width * pool.paging.page // BURSTS)
         self.scheduler = Scheduler(GUESS, unit=unit, sizes=sizes, step_s=STEP_S, burst=burst)
         self._step = 0
-        self._did: tuple[list[tuple[int, int]], list[int]] = ([], [])  # what this step computes: prefill, decode
-        self._ahead: list[tuple[int, int]] = []  # the last step's prefill, which the device may still compute
-        self._began_s = self._ended_s = 0.0
         self.slots: list[Row | None] = [None] * slots
         self.waiting: deque[Ticket] = deque()
         self.preempted = 0
         self._rows: dict[int, Row] = {}  # of waiting and running requests, by the ticket's id
-        self._pending: deque[Due] = deque()
+        self._sent = Dispatched(self.scheduler.observe)
         self._events: list[Event] = []
         self._last = LastTokens(slots, pool.config.vocab_size, pool.mesh)
 
@@ -106,38 +89,31 @@ class PagedLane:
     def advance(self) -> None:
         """Dispatch one decode step of the rows that are answering, and as much prefill as the scheduler allows.
 
-        Without lag, dispatch nothing if the last step's prefill ended a prompt: its first token is handed out before
-        another step.
+        Without lag, dispatch nothing while the host has not taken all results: a request that arrives in the meantime
+        then waits only for what the device computes already.
         """
         self._step += 1
-        self._began_s, self._did = time.perf_counter(), ([], [])
         self._release()
-        if not self._running or (self._pending and self._pending[-1].ready):
-            self._ahead = []  # it ended at an unknown time
-        if self.lag == 0 and any(isinstance(due.found, Pending) for due in self._pending):
+        if self.lag == 0 and self._sent:
             return
         self._admit()
         self._decode()
         self._prefill()
 
     def collect(self) -> list[Event]:
-        """Wait for all that is due in this step, and return the new events."""
-        guided = any(row.ticket.guide is not None for row in self._running)
-        self._drain(self._step + (self.lag if guided else 0))
-        self._observe()
+        """Wait for all that is due in this step, and return the new events.
+
+        Without lag, wait only until there is an event, and take the other results in the next steps: no token waits for
+        a prompt that the device computes after it.
+        """
+        if self.lag == 0:
+            while self._sent and not self._events:
+                self._take()
+        else:
+            guided = any(row.ticket.guide is not None for row in self._running)
+            self._drain(self._step + (self.lag if guided else 0))
         events, self._events = self._events, []
         return events
-
-    def _observe(self) -> None:
-        """Adjust the scheduler's costs to the time that the device took, if it does not run ahead of the host.
-
-        The host does not wait for the prefill that it has just dispatched, so the device has computed the last step's
-        prefill and this step's decoding since the last call.
-        """
-        began_s, self._ended_s = self._ended_s if self._ahead else self._began_s, time.perf_counter()
-        did, self._ahead = (self._ahead, self._did[1]), self._did[0]
-        if self.lag == 0 and any(did):
-            self.scheduler.costs = self.scheduler.costs.observed(*did, self._ended_s - began_s)
 
     def hold(self, tokens: Sequence[int]) -> Held:
         """Raise ValueError: the prefix cache keeps every prompt's keys, so there is nothing to hold."""
@@ -173,9 +149,8 @@ class PagedLane:
             (prefill, decode, min(self.pool.time(prefill, decode) for _ in range(2)))
             for prefill, decode in self.pool.examples()
         ]
-        self.scheduler.costs = LinearCosts.fit(samples)
-        keys = self.pool.width * self.pool.paging.page // 2
-        self.scheduler.step_s = STRETCH * self.scheduler.costs.step_s([], [keys] * len(self.slots))
+        costs, keys = LinearCosts.fit(samples), self.pool.width * self.pool.paging.page // 2
+        self.scheduler.calibrate(costs, STRETCH * costs.step_s([], [keys] * len(self.slots)))
 
     @property
     def _running(self) -> list[Row]:
@@ -227,12 +202,11 @@ class PagedLane:
         """Return the lane's record of a waiting request; make it when the request is new."""
         if ticket.id not in self._rows:
             request, tokens = ticket.request, ticket.answer.prompt_tokens
-            slack_s = self._usual_s(tokens) if request.deadline_s is None else request.deadline_s
             work = Work(
                 id=ticket.id,
                 tenant=request.tenant,
                 arrived_s=ticket.started_s,
-                deadline_s=ticket.started_s + slack_s,
+                deadline_s=None if request.deadline_s is None else ticket.started_s + request.deadline_s,
                 prompt_tokens=tokens,
                 position=0,
                 generated=0,
@@ -240,11 +214,6 @@ class PagedLane:
             hashes = self.prefix.hashes(request.prompt, request.tenant)
             self._rows[ticket.id] = Row(ticket=ticket, work=work, hashes=hashes, goal=tokens)
         return self._rows[ticket.id]
-
-    def _usual_s(self, num_tokens: int) -> float:
-        """Return the seconds until the first token is due: twice the predicted prefill time, plus one second."""
-        unit = self.pool.paging.unit
-        return 1 + 2 * self.scheduler.costs.step_s([(start, unit) for start in range(0, num_tokens, unit)], [])
 
     def _fits(self, row: Row) -> bool:
         """Return whether an empty pool could hold a request; if not, fail the request."""
@@ -292,12 +261,12 @@ class PagedLane:
         index[: len(rows)] = [row.ticket.row for row in rows]
         tickets = [*(row.ticket for row in rows), *[None] * (batch - len(rows))]
         token, counts = self._last.take(index, counts=any(row.ticket.request.method.penalised for row in rows))
-        positions = [row.num_keys - 1 for row in rows]
-        scores, reads = self.pool.decode(policy, token, positions, [row.pages for row in rows])
+        keys, began_s = [row.num_keys for row in rows], time.perf_counter()
+        scores, reads = self.pool.decode(policy, token, [n - 1 for n in keys], [row.pages for row in rows])
         choice = pick(scores, counts, tickets)
         self._last.update(index, choice)
-        self._did[1].extend(row.num_keys for row in rows)
-        self._note(Pending(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)]), self.lag)
+        found = Pending(choice, reads, [(place, row.ticket) for place, row in enumerate(rows)])
+        self._note(Due(self._step + self.lag, found, began_s, decode=keys))
         for row in rows:
             row.work.generated = row.ticket.chosen
             self.scheduler.served(row.work, 1)
@@ -307,7 +276,10 @@ class PagedLane:
         waiting = {row.work.id: row for row in self._running if row.ticket.open and row.prefilling}
         decoding = [row.work for row in self._running if row.ticket.open and not row.prefilling]
         works = [row.work for row in waiting.values()]
-        for work, segments in self.scheduler.chunk(time.perf_counter(), works, decoding) if works else ():
+        if not works:
+            return
+        others = sum(ticket.open for ticket in self.waiting)
+        for work, segments in self.scheduler.chunk(time.perf_counter(), works, decoding, others):
             row = waiting[work.id]
             if self._runs(row):
                 self._run(row, segments * self.pool.paging.unit)
@@ -326,10 +298,11 @@ class PagedLane:
             end = start + min(size, left)
             if not self._grow(row, end):
                 return
+            began_s = time.perf_counter()
             rows, reads = self.pool.prefill(prompt[start:end], start, row.pages, size)
             if row.ticket.request.prompt_logprobs is not None and row.saved is None:
                 row.ticket.scored[start] = self.pool.score(rows, following(prompt, start, size))
-            self._did[0].append((start, size))
+            self._sent.add(Due(self._step + max(1, self.lag), rows.last, began_s, prefill=[(start, size)]))
             row.move(end)
             room -= size
             for index in range(start // page, (end - end % self.pool.paging.unit) // page):
@@ -338,7 +311,6 @@ class PagedLane:
                 row.reads[start] = reads
             self.scheduler.served(row.work, end - start)
             if row.prefilling:
-                self._pending.append(Due(self._step + max(1, self.lag), rows.last))
                 continue
             if row.saved is None:
                 self._begin(row, rows.last)
@@ -370,7 +342,8 @@ class PagedLane:
         counts = counts_of([ticket], self.pool.config.vocab_size, self.pool.mesh)
         choice = pick(self.pool.scores(last), counts, [ticket])
         self._last.place(ticket.row, choice.token, choice.counts)
-        self._note(Pending(choice, list(row.reads.values()), [(0, ticket)]), max(1, self.lag))
+        found = Pending(choice, list(row.reads.values()), [(0, ticket)])
+        self._note(Due(self._step + max(1, self.lag), found, time.perf_counter()))
         row.reads = {}
 
     def _grow(self, row: Row, num_keys: int) -> bool:
@@ -400,8 +373,6 @@ class PagedLane:
         If the request has begun to answer, copy its unshared pages to the host.
         """
         self._drain(self._step + self.lag + 1)
-        self._ahead += self._did[0]  # this step's prefill too is over
-        self._did[0].clear()
         if row.ticket.open:
             self.preempted += 1
             if row.ticket.chosen and row.saved is None:  # else nothing is written that no prefill can write again
@@ -423,19 +394,22 @@ class PagedLane:
         counts = counts_of([ticket], self.pool.config.vocab_size, self.pool.mesh)
         self._last.place(ticket.row, put(np.array(tokens[-1:], np.int32), self.pool.mesh), counts)
 
-    def _note(self, found: Pending, lag: int) -> None:
-        for _, ticket in found.rows:
+    def _note(self, due: Due) -> None:
+        for _, ticket in due.found.rows:
             ticket.chosen += 1
-        self._pending.append(Due(self._step + lag, found))
+        self._sent.add(due)
 
     def _drain(self, step: int) -> None:
-        """Wait for all that is due at a step or before, in the order of dispatch."""
-        while self._pending and self._pending[0].step <= step:
-            found = self._pending.popleft().found
-            if not isinstance(found, Pending):
-                found.block_until_ready()
-                continue
-            events, broken = hand_out(found, self.pool.params)
-            self._events += events
-            for ticket in broken:
-                self.prefix.forget(self._rows[ticket.id].pages)
+        """Take all results that are due at a step or before."""
+        while (due := self._sent.next) is not None and due.step <= step:
+            self._take()
+
+    def _take(self) -> None:
+        """Wait for the oldest result; if it has tokens, add them to their answers."""
+        found = self._sent.take().found
+        if not isinstance(found, Pending):
+            return
+        events, broken = hand_out(found, self.pool.params)
+        self._events += events
+        for ticket in broken:
+            self.prefix.forget(self._rows[ticket.id].pages)

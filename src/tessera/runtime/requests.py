@@ -68,8 +68,8 @@ class Request:
             no decode step runs ahead of the host.
         tenant: name of the user or group that the request is charged to. Tenants get equal parts of rows and time, and
             never share keys. Ignored by an engine without pages.
-        deadline_s: seconds from the start of the request until its first token is due. None allows one second more than
-            twice the predicted prefill time. Ignored by an engine without pages.
+        deadline_s: seconds from the start of the request until its first token is due. None leaves it to the scheduler
+            (`Scheduler.due_s`). Ignored by an engine without pages.
         ends: ids of further tokens that end the answer, even with `ignore_eos`.
         ignore_eos: whether the answer goes on after an end-of-sequence token, as tools that measure speed want.
         shown: ids of special tokens whose names stay in the answer's text, such as marks of tool calls; the text leaves

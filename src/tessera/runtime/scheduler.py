@@ -3,14 +3,24 @@
 The scheduler is pure Python and reads no clock. The engine and the simulator (`tessera simulate`) both use it.
 
 A running request has a row: it is first prefilled and then answers. Each step decodes one token of every answering row
-and prefills some segments, where a segment is `unit` positions of one prompt. If any row is answering,
+and prefills some segments, where a segment is `unit` positions of one prompt:
 
     number of segments = the largest compiled size whose predicted step takes at most step_s
 
+A prompt that no other request waits for may take up to LONE_S seconds per step.
+
 Requests are ordered by the rule of Moore and Hodgson, which makes the fewest requests late on one machine. It sorts
 requests by deadline; wherever the predicted end of a prompt is after its deadline, it moves the longest prompt so far
-to the late requests. Late requests go last. So that none of them waits for ever, the oldest late request goes first in
-every `ageing`-th decision.
+to the late requests. Late requests go last, and those that are brief before the others; a request is brief if one step
+can prefill the rest of its prompt. Two exceptions limit how long a request waits:
+
+- After a decision in which a longer request went first, the brief ones go first. A brief request thus waits for at most
+  one step of a longer one.
+- Otherwise, the oldest late request goes first in every `ageing`-th decision, so that none waits for ever.
+
+Predictions follow the machine. All of them are multiplied by the pace, which is the median of measured / predicted
+seconds in the last few steps. Deadlines and step_s follow it too, so on a machine that has become slow, no request is
+late and no step is too long for that reason alone.
 
 Each tenant has a virtual time: the number of tokens computed for it. The share is the virtual time of an imaginary
 tenant that always gets an equal part: each computed token adds 1 / (number of tenants) to the share. A burst is `burst`
@@ -21,14 +31,27 @@ more than MOST bursts, so that a tenant that had the machine to itself is not ma
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol, Self, get_args
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, get_args
 
 from tessera.core.shapes import ceil_div
+from tessera.runtime.costs import Costs, LinearCosts
 
 Policy = Literal["edf", "fcfs"]
 
+GRACE_S, SLACK = 1.0, 2.0
+"""A first token is due after GRACE_S seconds plus SLACK times the predicted seconds that the request needs alone."""
+LONE_S = 0.5
+"""Maximum predicted seconds of a step of a prompt that no other request waits for.
+
+A request that arrives during the step waits for its end. Larger programs prefill a prompt faster."""
+RECENT = 4
+"""Number of measured steps whose median sets the pace: one stalled step changes nothing, and two slow steps do."""
+SWING = 2.0
+"""The pace is 1 while the median is at most this factor from 1: then the coefficients of the costs follow the steps."""
 HORIZON = 4
 """A waiting request gets a row only if its prompt's turn comes within this many prefill steps of the largest size."""
 MOST = 4
@@ -43,7 +66,8 @@ class Work:
         id: unique number, which breaks ties.
         tenant: name of the tenant that is charged for the request.
         arrived_s: time when the request was submitted, on the caller's clock (`now_s`).
-        deadline_s: time when the first token is due, on the same clock.
+        deadline_s: time when the first token is due, on the same clock; None lets the scheduler decide
+            (`Scheduler.due_s`).
         prompt_tokens: number of tokens in the prompt.
         position: number of prompt tokens computed so far.
         generated: number of answer tokens so far.
@@ -52,97 +76,10 @@ class Work:
     id: int
     tenant: str
     arrived_s: float
-    deadline_s: float
+    deadline_s: float | None
     prompt_tokens: int
     position: int = 0
     generated: int = 0
-
-
-class Costs(Protocol):
-    """Predicts how long steps take."""
-
-    def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the predicted seconds of a step.
-
-        Args:
-            prefill: (first position, number of positions) of each prompt part that the step computes.
-            decode: number of keys of each row that decodes a token.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearCosts:
-    """Costs that are linear in the work of a step. All coefficients are in seconds and at least 0.
-
-        seconds = base + row * positions + pair * pairs + answer * decoding rows + key * keys of the decoding rows
-
-    Attributes:
-        base: seconds per step.
-        row: seconds per prefilled position.
-        pair: seconds per pair of a prefilled position and a key at or before it.
-        answer: seconds per decoding row.
-        key: seconds per key of a decoding row.
-    """
-
-    base: float
-    row: float
-    pair: float
-    answer: float
-    key: float
-
-    def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the predicted seconds of a step; see `Costs.step_s`."""
-        rows, pairs, answers, keys = _amounts(prefill, decode)
-        return self.base + self.row * rows + self.pair * pairs + self.answer * answers + self.key * keys
-
-    @classmethod
-    def fit(cls, samples: Iterable[tuple[Sequence[tuple[int, int]], Sequence[int], float]]) -> Self:
-        """Fit the coefficients to measured steps (prefill, decode, seconds).
-
-        The fit minimises the sum of the squared relative errors; no coefficient is negative.
-
-        Raises:
-            ValueError: there is no sample, or a sample's seconds are not positive.
-        """
-        import numpy as np
-        from scipy.optimize import nnls
-
-        samples = list(samples)
-        if not samples or any(seconds <= 0 for *_, seconds in samples):
-            raise ValueError(
-                f"cannot fit costs to {len(samples)} samples with seconds {[seconds for *_, seconds in samples]}: "
-                "pass at least one measured step, and only steps of more than 0 seconds"
-            )
-        table = np.array([(1.0, *_amounts(prefill, decode)) for prefill, decode, _ in samples])
-        table /= np.array([seconds for *_, seconds in samples])[:, None]
-        scale = np.maximum(table.max(axis=0), 1e-300)  # columns of one size: pairs are 1e9 where the base is 1
-        found, _ = nnls(table / scale, np.ones(len(samples)))
-        return cls(**dict(zip((each.name for each in fields(cls)), (found / scale).tolist())))
-
-    def observed(
-        self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, weight: float = 0.02
-    ) -> Self:
-        """Return these costs, adjusted to one measured step.
-
-            new coefficient = coefficient * ratio ** (weight * part)
-
-        The ratio is measured seconds / predicted seconds, clipped to [1/4, 4] so that one stalled step changes little.
-        The part is the fraction of the predicted seconds that is due to the coefficient: a step without prefill does
-        not change the costs of prefill.
-        """
-        names = [each.name for each in fields(self)]
-        costs = [getattr(self, name) for name in names]
-        parts = [cost * amount for cost, amount in zip(costs, (1, *_amounts(prefill, decode)))]
-        whole = max(sum(parts), 1e-9)
-        ratio = min(4.0, max(0.25, seconds / whole))
-        changed = [cost * ratio ** (weight * part / whole) for cost, part in zip(costs, parts)]
-        return type(self)(**dict(zip(names, changed)))
-
-
-def _amounts(prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> tuple[float, float, float, float]:
-    rows = sum(count for _, count in prefill)
-    pairs = sum(count * (first + (count + 1) / 2) for first, count in prefill)
-    return rows, pairs, len(decode), sum(decode)
 
 
 class Scheduler:
@@ -152,13 +89,17 @@ class Scheduler:
         costs: predicts the seconds of a step; may be replaced at any time.
         unit: number of positions in a segment.
         sizes: numbers of segments that the compiled prefill programs take, ascending.
-        step_s: maximum predicted seconds of a step in which rows decode.
+        step_s: maximum predicted seconds of a step, except for a prompt that no other request waits for. Both times are
+            those by `costs`, before the pace.
         policy: "edf" (earliest deadline first) is the rule that the module describes. "fcfs" is for comparison: first
             come, first served, always with the largest size.
         ageing: in every `ageing`-th decision with a late request, the oldest late request goes first; at least 2.
         patience: maximum number of consecutive steps without prefill while a prompt waits for prefill.
         burst: number of tokens in a burst. If it is too small, a tenant that sends two long documents is delayed even
             when no tenant sends too much.
+
+    Attributes:
+        pace: measured seconds / seconds by `costs` of recent steps; 1 until `observe` has seen steps that differ much.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -191,19 +132,60 @@ class Scheduler:
         self._share = 0.0  # the virtual time of a tenant that gets its equal part
         self._active: dict[str, set[str]] = {"admit": set(), "chunk": set()}
         self._turns = {"admit": 0, "chunk": 0}  # decisions since the oldest late request went first
+        self._long = {"admit": False, "chunk": False}  # whether the last decision began with one that is not brief
+        self.pace = 1.0
+        self._recent: deque[float] = deque(maxlen=RECENT)  # measured seconds / seconds by the costs
         self._without = 0  # steps in a row without prefill while a prompt waits
 
-    def chunk(self, now_s: float, prefill: Sequence[Work], decode: Sequence[Work]) -> list[tuple[Work, int]]:
+    def calibrate(self, costs: Costs, step_s: float) -> None:
+        """Replace the costs and step_s by newly measured ones."""
+        self.costs, self.step_s, self.pace = costs, step_s, 1.0
+        self._recent.clear()
+
+    def observe(
+        self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, at_most: bool = False
+    ) -> None:
+        """Adjust the pace and the costs to one measured step, given as in `Costs.step_s`.
+
+        `at_most` says that the step may have taken less than `seconds`; it then counts only if it was predicted to take
+        more.
+        """
+        expected_s = self.costs.step_s(prefill, decode)
+        if expected_s <= 0 or (at_most and seconds >= expected_s * self.pace):
+            return
+        self._recent.append(seconds / expected_s)
+        middle = median(self._recent)
+        self.pace = 1.0 if 1 / SWING <= middle <= SWING else middle
+        if isinstance(self.costs, LinearCosts):
+            self.costs = self.costs.observed(prefill, decode, seconds / self.pace)
+
+    def due_s(self, work: Work) -> float:
+        """Return the time when a request's first token is due, by the present costs and pace.
+
+        Without a deadline, that is GRACE_S seconds plus SLACK times what the request needs alone: the steps of its
+        prompt, and one step that the machine has begun when the request arrives.
+        """
+        if work.deadline_s is not None:
+            return work.deadline_s
+        steps = ceil_div(work.prompt_tokens, self.unit * self.sizes[-1])
+        alone_s = self.costs.step_s([(0, work.prompt_tokens)], ()) + (steps - 1) * self.costs.step_s((), ())
+        return work.arrived_s + GRACE_S + SLACK * self.pace * (alone_s + self.step_s)
+
+    def chunk(
+        self, now_s: float, prefill: Sequence[Work], decode: Sequence[Work], waiting: int = 0
+    ) -> list[tuple[Work, int]]:
         """Return the prompts to prefill in this step, the most urgent first, each with its number of segments.
 
-        The total number of segments is one of `sizes`, or smaller if the prompts have fewer segments left. If no row
-        decodes, or under "fcfs", the total is as large as possible. Otherwise it is the largest total whose step is
-        predicted to take at most `step_s`. It can then be 0, but not in more than `patience` consecutive steps.
+        The total number of segments is one of `sizes`, or smaller if the prompts have fewer segments left. It is the
+        largest total whose step is predicted to take at most `step_s`, or LONE_S seconds if there is only one request.
+        If rows decode, it can be 0, but not in more than `patience` consecutive steps. Under "fcfs", it is as large as
+        possible.
 
         Args:
             now_s: current time, on the clock of `Work.arrived_s`.
             prefill: requests that have rows and are not prefilled yet.
             decode: requests whose rows decode in this step.
+            waiting: number of requests that have no rows.
         """
         self._see("chunk", (*prefill, *decode))
         if not prefill:
@@ -216,29 +198,28 @@ class Scheduler:
             left -= count
             if not left:
                 break
-        if decode and self.policy == "edf":
-            shares = self._within(shares, [work.prompt_tokens + work.generated for work in decode])
+        if self.policy == "edf":
+            lone_s = LONE_S / self.pace if len(prefill) + len(decode) + waiting == 1 else 0.0
+            keys = [work.prompt_tokens + work.generated for work in decode]
+            shares = self._within(shares, keys, max(self.step_s, lone_s))
         self._without = 0 if shares else self._without + 1
         return shares
 
     def admit(self, now_s: float, waiting: Sequence[Work], prefill: Sequence[Work] = ()) -> list[Work]:
-        """Return the waiting requests in the order in which they should get rows.
+        """Return the waiting requests that should get rows, in this order.
 
-        `prefill` has the requests that have rows and are not prefilled yet. If there are any, return only those waiting
-        requests whose prefill would begin within HORIZON steps of the largest size, so that no request occupies a row
-        and pages long before its turn.
+        These are the requests whose prefill would begin within HORIZON steps of the largest size, so that no request
+        occupies a row and pages long before its turn. `prefill` has the requests that have rows and are not prefilled
+        yet.
         """
         if not waiting:
             return []
         both = (*waiting, *prefill)
         self._see("admit", both)
-        ordered = self._order("admit", now_s, both)
-        if not prefill:
-            return list(ordered)
         inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
         found = []
-        for work in ordered:
-            if left <= 0:
+        for work in self._order("admit", now_s, both):
+            if left <= 0 and self.policy == "edf":
                 break
             left -= self._segments(work)
             if id(work) not in inside:
@@ -257,7 +238,7 @@ class Scheduler:
             raise ValueError("running=[] has no request that could give way: pass at least one")
         oldest = min(running, key=lambda work: (work.arrived_s, work.id))
         others = [work for work in running if work is not oldest] or [oldest]
-        return max(others, key=lambda work: (work.deadline_s, work.id))
+        return max(others, key=lambda work: (self.due_s(work), work.id))
 
     def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
         """Return the running request that gives way so that `entrant` can start; None if no request gives way.
@@ -290,61 +271,78 @@ class Scheduler:
     def _segments(self, work: Work) -> int:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
 
-    def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int]) -> list[tuple[Work, int]]:
-        """Cut the segments in `shares` to the largest size whose predicted step takes at most step_s.
+    def _left_s(self, work: Work) -> float:
+        """Return the seconds, by the costs, of a step that prefills the rest of a prompt."""
+        return self.costs.step_s([(work.position, max(work.prompt_tokens - work.position, 1))], ())
 
-        If even the smallest size takes longer, return no segments, or the smallest size once `patience` is used up.
+    def _brief(self, work: Work) -> bool:
+        """Return whether one step can prefill the rest of a prompt."""
+        segments = self._segments(work)
+        return segments == 1 or (segments <= self.sizes[-1] and self._left_s(work) <= self.step_s)
+
+    def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int], most_s: float) -> list[tuple[Work, int]]:
+        """Cut the segments in `shares` to the largest size whose step takes at most `most_s`, by the costs.
+
+        If even the smallest size takes longer, return the smallest. But if rows decode (`keys`) and the first prompt
+        has more than one segment left, return no segments until `patience` is used up.
         """
         for size in reversed(self.sizes):
             cut = _first(shares, size)
             rows = [(work.position, count * self.unit) for work, count in cut]
-            if self.costs.step_s(rows, keys) <= self.step_s:
+            if self.costs.step_s(rows, keys) <= most_s:
                 return cut
-        return _first(shares, self.sizes[0]) if self._without >= self.patience else []
+        now = not keys or self._without >= self.patience or self._segments(shares[0][0]) == 1
+        return _first(shares, self.sizes[0]) if now else []
 
-    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> Iterator[Work]:
-        """Yield requests by the level of their tenants, lowest first; within a level, yield the late ones last.
+    def _order(self, name: str, now_s: float, works: Sequence[Work]) -> list[Work]:
+        """Order requests by the level of their tenants, lowest first; within a level, the late ones go last.
 
-        `ageing` counts the decisions of `admit` and of `chunk` separately; `name` says which of the two this one is.
+        Requests that the module's two exceptions let go first are the first of their level. `name` says whether this
+        is a decision of `admit` or of `chunk`; the exceptions count the decisions of the two separately.
         """
         if self.policy == "fcfs":
-            yield from sorted(works, key=lambda work: (work.arrived_s, work.id))
-            return
+            return sorted(works, key=lambda work: (work.arrived_s, work.id))
         ahead = {tenant: self._level(tenant) for tenant in {work.tenant for work in works}}
         levels: dict[int, list[Work]] = {}
         for work in works:
             levels.setdefault(ahead[work.tenant], []).append(work)
+        found: list[Work] = []
         aged = False
         for level in sorted(levels):
             timely, late, now_s = self._timely(now_s, levels[level])
+            both = [*timely, *late]
+            first = [work for work in both if self._brief(work)] if self._long[name] and not found else []
             if late and not aged:
                 aged = True
                 self._turns[name] += 1
-                if self._turns[name] >= self.ageing:
+                if not first and self._turns[name] >= self.ageing:
                     self._turns[name] = 0
-                    yield late.pop(0)
-            yield from timely
-            yield from late
+                    first = [min(late, key=lambda work: (work.arrived_s, work.id))]
+            known = set(map(id, first))
+            found += first + [work for work in both if id(work) not in known]
+        self._long[name] = not self._brief(found[0])
+        return found
 
     def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
         """Split requests into timely and late ones by the rule of Moore and Hodgson, if prefill starts at `ends_s`.
 
         Returns:
-            the timely requests by deadline, the late requests by arrival, and the time at which the prefill of the
-            timely requests ends.
+            the timely requests by deadline, the late requests by arrival but the brief ones first, and the time at
+            which the prefill of the timely requests ends.
         """
         chosen: list[tuple[float, int, Work]] = []  # the longest first
         late: list[Work] = []
-        for work in sorted(works, key=lambda work: (work.deadline_s, work.id)):
-            left_s = self.costs.step_s([(work.position, max(work.prompt_tokens - work.position, 1))], ())
+        due_s = {id(work): self.due_s(work) for work in works}
+        for work in sorted(works, key=lambda work: (due_s[id(work)], work.id)):
+            left_s = self.pace * self._left_s(work)
             heapq.heappush(chosen, (-left_s, -work.id, work))
             ends_s += left_s
-            if ends_s > work.deadline_s:
+            if ends_s > due_s[id(work)]:
                 longest_s, _, longest = heapq.heappop(chosen)
                 ends_s += longest_s
                 late.append(longest)
-        timely = sorted((work for *_, work in chosen), key=lambda work: (work.deadline_s, work.id))
-        return timely, sorted(late, key=lambda work: (work.arrived_s, work.id)), ends_s
+        timely = sorted((work for *_, work in chosen), key=lambda work: (due_s[id(work)], work.id))
+        return timely, sorted(late, key=lambda work: (not self._brief(work), work.arrived_s, work.id)), ends_s
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
         """Record which tenants are active, and forget idle tenants that are no longer ahead of the share."""

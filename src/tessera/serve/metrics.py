@@ -6,8 +6,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tessera.runtime.costs import LinearCosts
 from tessera.runtime.requests import End, Event, PoolState
-from tessera.runtime.scheduler import LinearCosts, Scheduler
+from tessera.runtime.scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 """Upper bounds of the buckets of the latency histograms, in seconds."""
@@ -62,18 +63,18 @@ class Metrics:
         self._gave_way = state.preempted
 
     def scheduler(self, find: Callable[[], Scheduler | None]) -> None:
-        """Report the scheduler's step costs and step limit.
+        """Report the scheduler's step costs and step limit, at the present pace (`Scheduler.pace`).
 
         `find` is called whenever the metrics are read. It returns the scheduler; if it returns None, the metrics are 0.
         """
 
         def value(name: str) -> float:
             found = find()
-            return 0.0 if found is None else getattr(found.costs, name)
+            return 0.0 if found is None else found.pace * getattr(found.costs, name)
 
         for each in fields(LinearCosts):
             self._costs.labels(each.name).set_function(partial(value, each.name))
-        self._limit.set_function(lambda: 0.0 if (found := find()) is None else found.step_s)
+        self._limit.set_function(lambda: 0.0 if (found := find()) is None else found.pace * found.step_s)
 
     def token(self, *, first: bool, seconds: float) -> None:
         """Count one new token, which came `seconds` after the request if `first`, else after the token before it."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tessera.core.shapes import ceil_div
-from tessera.runtime.scheduler import LinearCosts, Scheduler, Work
+from tessera.runtime.costs import LinearCosts
+from tessera.runtime.scheduler import Scheduler, Work
 from tessera.serve.warm import SIZES, decode_batches
 from tessera.workbench.served.child import Client, Server
 from tessera.workbench.served.speed import LOAD, Found, poisson
@@ -75,19 +75,18 @@ def first_of(costs: LinearCosts, step_s: float, sizes: Sizes, starts_s: Sequence
     replica = Replica(scheduler, sizes.pages, slots=SLOTS, costs=Padded(costs=costs, batches=decode_batches(SLOTS)))
     for number, at_s in enumerate(starts_s):
         replica.run_until(at_s)
-        replica.submit(arriving(number, at_s, costs, sizes, unit))
+        replica.submit(arriving(number, at_s, sizes))
     replica.run_until(starts_s[-1] + TAIL_S)
     return [each.first_s - each.work.arrived_s for each in replica.ended]
 
 
-def arriving(number: int, at_s: float, costs: LinearCosts, sizes: Sizes, unit: int) -> Open:
-    """Return a request of the usual size that shares no tokens with others, with the deadline that the server sets."""
-    chunks = [(place * unit, unit) for place in range(ceil_div(sizes.prompt, unit))]
+def arriving(number: int, at_s: float, sizes: Sizes) -> Open:
+    """Return a request of the usual size that shares no tokens with others."""
     work = Work(
         id=number,
         tenant="",
         arrived_s=at_s,
-        deadline_s=at_s + 1 + 2 * costs.step_s(chunks, ()),
+        deadline_s=None,
         prompt_tokens=sizes.prompt,
     )
     text = Text(number, sizes.prompt)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from tessera.core.shapes import ceil_div
 from tessera.models.pages import OutOfPages, Pages
+from tessera.runtime.costs import Costs
 from tessera.runtime.prefix import Prefix
-from tessera.runtime.scheduler import Costs, Scheduler, Work
+from tessera.runtime.scheduler import Scheduler, Work
 from tessera.workbench.simulate.traffic import Arrival
 
 LEAP = 32
@@ -47,6 +48,9 @@ class Open:
 class Replica:
     """A server of `slots` rows on a pool of `num_pages` pages, each as long as the scheduler's unit.
 
+    The machine takes the seconds of `costs`. If these are not the costs that the scheduler predicts with, the scheduler
+    observes every step.
+
     Attributes:
         now_s: end of the last step.
         busy_s: seconds of all steps.
@@ -57,6 +61,7 @@ class Replica:
 
     def __init__(self, scheduler: Scheduler, num_pages: int, *, slots: int = 64, costs: Costs | None = None):
         self.scheduler, self.slots, self.costs = scheduler, slots, costs or scheduler.costs
+        self.learns = self.costs is not scheduler.costs
         self.num_pages, self.unit = num_pages, scheduler.unit
         self.now_s = self.busy_s = 0.0
         self.gaps: Counter[int] = Counter()
@@ -98,9 +103,12 @@ class Replica:
         shares = []
         if self.prefilling:
             works = [each.work for each in self.prefilling.values()]
-            shares = self.scheduler.chunk(self.now_s, works, decode)
+            shares = self.scheduler.chunk(self.now_s, works, decode, len(self.waiting))
         keys = [work.prompt_tokens + work.generated for work in decode]
-        seconds = self.costs.step_s([(work.position, count * self.unit) for work, count in shares], keys)
+        prefill = [(work.position, count * self.unit) for work, count in shares]
+        seconds = self.costs.step_s(prefill, keys)
+        if self.learns:
+            self.scheduler.observe(prefill, keys, seconds)
         steps = 1
         if not (self.prefilling or self.waiting):
             left = min(each.arrival.answer_tokens - each.work.generated for each in rows)
