@@ -93,6 +93,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "separate_reasoning": (True,),
     "include_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek"),
     "bad_words": ([],),
     "logits_processors": ([],),
     "stop_regex": ([], ""),
