@@ -29,23 +29,32 @@ import agents
 import instructor
 import litellm
 import openai
-from agents.exceptions import AgentsException
+from agents.exceptions import AgentsException, MaxTurnsExceeded
 from instructor.core import IncompleteOutputException, InstructorError
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, AgentRunError, NativeOutput, PromptedOutput, ToolOutput, UnexpectedModelBehavior
+from pydantic_ai import (
+    Agent,
+    AgentRunError,
+    NativeOutput,
+    PromptedOutput,
+    ToolOutput,
+    UnexpectedModelBehavior,
+    UsageLimitExceeded,
+)
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 PACKAGES = ("openai", "langchain-openai", "litellm", "pydantic-ai-slim", "llm", "instructor", "openai-agents")
-SYSTEM = "You answer questions about the weather. Call the function `weather` once, then answer in one short sentence."
+SYSTEM = "You are a helpful assistant."
 ASK = "What is the weather in Paris?"
 FORCED = "Look up the weather in Paris with the tool."
 RECORD = "Make a record of the city of Paris, the capital of France."
-RESULT = "18 degrees and sunny"
-LIMIT = 80
+RESULT = "It is 18 degrees and sunny in Paris. Now answer the user in plain English, without JSON."
+"""Result of the tool. Without its second sentence, a model of half a billion parameters repeats its call instead."""
+LIMIT = 60
 """Maximum new tokens of an answer."""
 LIMIT_S = 300
 
@@ -55,8 +64,8 @@ FAULTS = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
 )
 """What a client raises if a request is refused, or the response is not what it expects."""
-CUT = (openai.LengthFinishReasonError, IncompleteOutputException)
-"""What a client raises if the model writes on until LIMIT."""
+CUT = (openai.LengthFinishReasonError, IncompleteOutputException, MaxTurnsExceeded, UsageLimitExceeded)
+"""What a client raises if the model writes on until LIMIT, or calls again and again."""
 
 
 class City(BaseModel):
@@ -116,10 +125,10 @@ def one_call(calls, text):
     return calls[0]
 
 
-def answered(text):
-    """Check the final answer, and return it."""
-    if "18" not in (text or ""):
-        raise Wrong(f"answered {text!r:.200}")
+def answered(text, calls=None):
+    """Check the final answer, and return its text."""
+    if "18" not in (text or "") or calls:
+        raise Wrong(f"made {len(calls or ())} more calls and answered {text!r:.200}")
     return text
 
 
@@ -200,7 +209,7 @@ def openai_loop(choice, collect):
     expect("usage", usage.completion_tokens > 0 and usage.prompt_tokens > 0)
     messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": RESULT}]
     final, finish, usage = collect(client, messages, {"tools": [TOOL]})
-    text = answered(final.get("content"))
+    text = answered(final.get("content"), final.get("tool_calls"))
     expect("finish_reason stop", finish == "stop")
     return {"finish": ["tool_calls", finish], "id": call["id"], "usage": usage.total_tokens, "text": text}
 
@@ -249,9 +258,10 @@ def langchain_loop(choice, how):
     result = tool.invoke(call)
     expect("a tool message", isinstance(result, ToolMessage) and result.tool_call_id == call["id"])
     final = langchain_said(model.bind_tools([tool]), [*messages, first, result], how)
+    text = answered(final.text, final.tool_calls)
     expect("finish_reason stop", final.response_metadata["finish_reason"] == "stop")
     usage = final.usage_metadata["total_tokens"]
-    return {"finish": ["tool_calls", "stop"], "id": call["id"], "usage": usage, "text": answered(final.text)}
+    return {"finish": ["tool_calls", "stop"], "id": call["id"], "usage": usage, "text": text}
 
 
 def langchain_structured(method, how):
@@ -285,10 +295,10 @@ def litellm_loop(choice, how):
     expect("finish_reason tool_calls", first.choices[0].finish_reason == "tool_calls")
     messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
     final = litellm_said(messages, how, tools=[TOOL])
+    text = answered(final.choices[0].message.content, final.choices[0].message.tool_calls)
     expect("finish_reason stop", final.choices[0].finish_reason == "stop")
     expect("usage", final.usage.prompt_tokens > 0 and final.usage.completion_tokens > 0)
-    kept = {"finish": ["tool_calls", "stop"], "id": call.id, "usage": final.usage.total_tokens}
-    return kept | {"text": answered(final.choices[0].message.content)}
+    return {"finish": ["tool_calls", "stop"], "id": call.id, "usage": final.usage.total_tokens, "text": text}
 
 
 def litellm_structured(how):
@@ -372,6 +382,8 @@ def llm_run(how, *words):
         around = {"env": {**os.environ, "LLM_USER_PATH": folder}, "text": True, "timeout": LIMIT_S}
         around["stdin"] = subprocess.DEVNULL  # which it would else read to its end
         done = subprocess.run([*command, *options, *words], capture_output=True, check=False, **around)
+        if "Chain limit" in done.stderr:
+            raise Wrong("called the tool again and again")
         if done.returncode:
             raise ValueError(f"llm ended with {done.returncode}: {done.stderr[-400:]}")
         logged = subprocess.run([*command, "logs", "--json", "-n", "0"], capture_output=True, check=True, **around)

@@ -11,6 +11,7 @@ response, or if a scripted case failed at all.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -103,10 +104,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run only cases whose client, name and way contain this text")
     parser.add_argument("--out", type=Path, help="file to which the records are appended")
     flags = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike the default, this also ends the server
     with tempfile.TemporaryDirectory(prefix="tessera-clients-") as folder:
         path = flags.model or scripted(Path(folder) / "scripted")
         name = flags.model.stem if flags.model else SCRIPTED
-        size = ["--context", "4096" if flags.model else "2048", "--slots", "2"]
+        size = ["--context", "2048", "--slots", "2"]
         peer, found = Peer(PYTHON, SCRIPT), []
         with closing(peer), serving(str(path), "--name", NAME, *size) as server:
             versions = peer.ask("hello")

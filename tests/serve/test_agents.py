@@ -4,8 +4,10 @@ came. The model's answers are scripted; the client, the server and the engine ar
 import json
 
 import httpx2 as httpx
+import openai
 import pytest
 from live_server import start
+from pydantic import BaseModel, create_model
 from scripted import save_scripted
 
 from tessera.chat.remote import RemoteChat
@@ -31,9 +33,12 @@ SCRIPTS = {
         *('{"a": 1, "b": 2}\n```', "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ],
     "t": ["Just ", "text ", "< "],
+    "f": ['{"name":"ad', 'd","arguments":{"a":', "1,", '"b":', "2}}"],
+    "j": ['{"name":"', "Paris", '","country":"', "Fran", 'ce"}'],
     "<|reserved0|>": ["It ", "is ", "3."],
 }
-"""Answers by the last character of the question: a call as Hermes, Mistral, Llama and DeepSeek write it, and a text."""
+"""Answers by the last character of the question: a call as Hermes, Mistral, Llama and DeepSeek write it, a text, a call
+that must be one, and a form."""
 SPECIAL = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
@@ -110,6 +115,38 @@ def test_an_agent_gets_a_call_and_sends_it_back(running, family, collect):
     assert (message["content"], finish, message.get("tool_calls") or None) == ("It is 3.", "stop", None)
     again = [*messages, message, {"role": "user", "content": "Thanks! t"}]
     assert collect(running, again)[0]["content"] == "Just text < "
+
+
+class City(BaseModel):
+    name: str
+    country: str
+
+
+def asked(running, question, **options):
+    """Ask whole, and through the client's helper for streams; return both responses."""
+    given = {"model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, **options}
+    with running.client.chat.completions.stream(**given) as stream:
+        for _ in stream:
+            pass
+        return running.client.chat.completions.parse(**given), stream.get_final_completion()
+
+
+def test_a_pydantic_model_is_a_response_format(running):
+    for found in asked(running, "Paris? j", response_format=City, max_tokens=40):
+        assert (found.choices[0].message.parsed, found.choices[0].finish_reason) == (
+            City(name="Paris", country="France"),
+            "stop",
+        )
+
+
+def test_a_call_that_must_be_one_is_parsed(running):
+    add = openai.pydantic_function_tool(create_model("add", a=int, b=int))
+    for found in asked(running, "1 + 2? f", tools=[add], tool_choice="required", max_tokens=40):
+        [call] = found.choices[0].message.tool_calls
+        assert (call.function.parsed_arguments.model_dump(), found.choices[0].finish_reason) == (
+            {"a": 1, "b": 2},
+            "tool_calls",
+        )
 
 
 def test_what_the_template_reads_of_a_call_that_came_back(running):
