@@ -24,6 +24,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 EOS = str(CONFIG.eos_ids[0])
 PREFIX = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Well, "}]
+THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}], "signature": "x", "closed": True}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -239,6 +240,12 @@ VLLM += [
         answer["count"] == len(answer["tokens"]) > 60), "/tokenize"),
     Row("vLLM", "/tokenize of a chat to go on with", {"messages": PREFIX, "continue_final_message": True,
         "add_generation_prompt": False}, lambda answer: answer["count"] == len("HelloWell, ") + 4, "/tokenize"),
+    Row("vLLM", "input_text and plain strings in a content list",
+        {"messages": [{"role": "user", "content": ["Hello", {"type": "input_text", "text": "you"}]}]},
+        lambda answer: answer["usage"]["prompt_tokens"] == len("Hello\nyou") + 4),
+    Row("vLLM", "reasoning of an earlier answer, as a part",
+        {"messages": [*HELLO, {"role": "assistant", "content": [THOUGHT, {"type": "output_text", "text": "Hi"}]}]},
+        lambda answer: answer["usage"]["prompt_tokens"] == len("HelloHi") + 6),
     Row("vLLM", "usage in each event", {"stream": True, "stream_options": {"include_usage": True,
         "continuous_usage_stats": True}}, lambda events: all("usage" in event for event in events)),
 ]  # fmt: skip
@@ -294,6 +301,10 @@ REFUSED = [
     Refused("MLC", "response_format.type", {"response_format": {"type": "structural_tag"}}, "use tools"),
     Refused("Ollama", "options", {"options": {"num_ctx": 1}}, "its fields are fields of the body"),
     Refused("OpenRouter", "transforms", {"transforms": ["middle-out"]}, "a cut prompt is another prompt"),
+    Refused("DeepSeek", "messages.1.prefix", {"messages": [HELLO[0], {**PREFIX[1], "prefix": True}]},
+            "continue_final_message does it"),
+    Refused("vLLM", "structured_outputs.whitespace_pattern", {"structured_outputs": {"json": {}, "whitespace_pattern":
+            " "}}, "JSON is compact"),
     Refused("any", "temprature", {"temprature": 0}, "an unknown field may be a spelling mistake"),
 ]  # fmt: skip
 ROWS = [*OPENAI, *LLAMA, *VLLM, *OTHERS]

@@ -14,6 +14,8 @@ ROUTING = "for the choice of a provider, machine or slot"
 TIMING = "for the order or the speed of the work"
 REPORTING = "for figures besides the answer, which `usage` and /metrics have"
 UNUSED = "a parameter of an option that is off"
+COMPACT = "JSON has no optional white space here; use guided_grammar"
+CONTINUE = "send continue_final_message=true and add_generation_prompt=false in the body"
 CLIENT = "for the client or another tokenizer; changes nothing here"
 
 IGNORED: Mapping[str, str] = {
@@ -191,7 +193,10 @@ INSTEAD: Mapping[str, str] = {
     "lora_request": "serve the merged model",
     "lora_path": "serve the merged model",
     "prompt_embeds": "send prompt",
-    "guided_whitespace_pattern": "JSON has no optional white space here; use guided_grammar",
+    "guided_whitespace_pattern": COMPACT,
+    "whitespace_pattern": COMPACT,
+    "prefix": CONTINUE,
+    "partial": CONTINUE,
 }
 """Field that is refused -> what to do instead."""
 

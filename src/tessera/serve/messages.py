@@ -13,11 +13,11 @@ MAX_TOOLS = 128
 
 
 class TextPart(Schema):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported. `input_text` and `output_text` are names of Responses."""
 
-    ignored = frozenset({"cache_control", "annotations"})
+    ignored = frozenset({"cache_control", "annotations", "logprobs"})
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -31,6 +31,23 @@ class RefusalPart(Schema):
     def text(self) -> str:
         """Text of the part."""
         return self.refusal
+
+
+class ThinkingPart(Schema):
+    """A part of an earlier answer that is its reasoning, in Anthropic's and Mistral's form."""
+
+    ignored = frozenset({"cache_control", "closed", "signature"})
+
+    type: Literal["thinking"]
+    thinking: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        """Text of the part."""
+        return self.thinking if isinstance(self.thinking, str) else "".join(part.text for part in self.thinking)
+
+
+Part = str | TextPart | RefusalPart | ThinkingPart
 
 
 class Function(Schema):
@@ -87,9 +104,10 @@ class Message(Schema):
     """One message of a conversation. Whatever the server answers is accepted when it comes back."""
 
     ignored = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
+    neutral = {"prefix": (False,), "partial": (False,)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart | RefusalPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -100,19 +118,24 @@ class Message(Schema):
     @property
     def texts(self) -> list[str]:
         """Content of the message, its reasoning, and the names and arguments of its tool calls."""
-        content = [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
+        parts = self.content if isinstance(self.content, list) else [self.content or ""]
+        content = [part if isinstance(part, str) else part.text for part in parts]
         calls = [call.function for call in self.tool_calls or ()]
         content += [self.refusal or "", self.reasoning_content or self.reasoning or ""]
         return content + [text for call in calls for text in (call.name, _text(call.arguments))]
 
     def plain(self) -> dict[str, Any]:
         """Return the message as `tools.conversation` takes it; OpenAI's role "developer" becomes "system"."""
-        text = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        text, thought = self.content, self.reasoning_content or self.reasoning
+        if isinstance(self.content, list):
+            parts = [part for part in self.content if not isinstance(part, ThinkingPart)]
+            thought = thought or "\n".join(part.text for part in self.content if isinstance(part, ThinkingPart))
+            text = "\n".join(part if isinstance(part, str) else part.text for part in parts)
         text = self.refusal if text is None else text
         if text is None and self.role in ("system", "developer", "user"):
             raise Refusal(400, f"a message of role {self.role} has no content: add some text", param="messages")
         found = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        found |= {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
+        found |= {"name": self.name, "reasoning_content": thought}
         found |= {"tool_call_id": self.tool_call_id, "tool_calls": [_plain(call) for call in self.tool_calls or ()]}
         return {key: value for key, value in found.items() if key == "content" or value}
 
