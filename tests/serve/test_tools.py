@@ -199,7 +199,13 @@ def test_one_call_counts_if_the_client_wants_no_parallel_ones():
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        *(("abc", "abc"), ("abc<", "abc"), ("abc<tool_call", "abc"), ("abc<tool_call>d", "abc"), ("a<b", "a<b")),
+        *(
+            ("abc", "abc"),
+            ("abc<", "abc"),
+            ("abc<tool_call", "abc"),
+            ("abc<tool_call>d", "abc<tool_call>d"),
+            ("a<b", "a<b"),
+        ),
         *(("{", ""), ('{"na', ""), ('{"x"', '{"x"'), ("[", ""), ("[ad", ""), ("[1", "[1"), ("``", ""), ("```js", "")),
         ("```py", "```py"),
     ],

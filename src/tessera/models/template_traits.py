@@ -5,7 +5,6 @@ several calls in one message. A template that gets the wrong form fails, or sile
 does not say which form it takes, but its renderings do.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,8 +28,8 @@ TOOL = {
 }
 SHORT_ID = 9
 """Length of the ids that Mistral's templates demand, of letters and digits; every template takes them."""
-LIMIT_S = 10.0
-"""Seconds after which no further conversation is tried: some templates never end."""
+SLOW = "processor time"
+"""Words of the error of a template that exceeds its limit on processor time. No further conversation is tried then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +70,16 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
     Raises:
         Unavailable: the process that renders templates does not answer.
     """
-    began_s, tools = time.perf_counter(), [TOOL] if offered else None
+    tools, slow = [TOOL] if offered else None, False
 
     def rendered(messages: Sequence[Message]) -> str:
-        if time.perf_counter() - began_s > LIMIT_S:
-            return ""
+        nonlocal slow
         try:
-            return render(messages, tools=tools)
+            return "" if slow else render(messages, tools=tools)
         except Unavailable:
             raise
-        except ValueError:
+        except ValueError as error:
+            slow = SLOW in str(error)
             return ""
 
     question = {"role": "user", "content": QUESTION}

@@ -7,7 +7,8 @@ from hashlib import blake2b
 from typing import Any
 
 from tessera.models.template_traits import SHORT_ID, Traits
-from tessera.serve.calls import CLOSE, ID_CHARACTERS, OPEN
+from tessera.serve.call_forms import CLOSE, OPEN
+from tessera.serve.calls import ID_CHARACTERS
 
 Message = Mapping[str, Any]
 
@@ -23,23 +24,31 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
     split. Results get the name of their function, and the id of their call if they have none.
     """
     found: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the calls whose results have not come yet, by id
+    waiting: list[Message] = []  # calls whose results have not come yet
     for index, message in enumerate(messages):
         if message["role"] == "tool":
-            id = message.get("tool_call_id") or next(iter(names), "")
-            named = {"name": names.pop(id)} if id in names else {}
+            given = message.get("tool_call_id")
+            call = next((call for call in waiting if given in (None, call["given"])), None)
+            waiting = [other for other in waiting if other is not call]
+            id = call["id"] if call else given or ""
             own = {"content": message["content"] or "", "tool_call_id": _short(id) if traits.short_ids else id}
-            found.append({**named, **message, **own})
+            found.append(({"name": call["function"]["name"]} if call else {}) | message | own)
         elif "tool_calls" in message:
-            calls = [
-                {**call, "id": call.get("id") or f"call{index:04}{place}"}
-                for place, call in enumerate(message["tool_calls"])
-            ]
-            names = {call["id"]: call["function"]["name"] for call in calls}
-            found += _asked({**message, "tool_calls": calls}, traits)
+            waiting = list(_numbered(message["tool_calls"], index))
+            found += _asked({**message, "tool_calls": waiting}, traits)
         else:
             found.append({**message, "content": message["content"] or ""})
     return found if traits.several else list(_one_by_one(found))
+
+
+def _numbered(calls: Sequence[Message], index: int) -> Iterator[dict[str, Any]]:
+    """Yield the calls of a message, each with an id that no other has; "given" is the id that the client gave."""
+    seen: set[str] = set()
+    for place, call in enumerate(calls):
+        given = call.get("id")
+        id = given if given and given not in seen else f"call{index:04}{place}"
+        seen.add(id)
+        yield {**call, "id": id, "given": given or id}
 
 
 def _asked(message: Message, traits: Traits) -> Iterator[dict[str, Any]]:
@@ -88,11 +97,16 @@ def _call(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def parsed(arguments: Any) -> Any:
-    """Return the arguments of a call as JSON data; none, or an empty text, are an empty object."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    return json.loads(arguments) if arguments.strip() else {}
+def parsed(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object; none, null and an empty text are an empty one.
+
+    Raises:
+        ValueError: they are not JSON, or no object.
+    """
+    found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
+    if found and not isinstance(found, dict) or found in (False, 0):
+        raise ValueError("not an object")
+    return found or {}
 
 
 def _short(id: str) -> str:
@@ -108,34 +122,38 @@ def _short(id: str) -> str:
 def told(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with calls and results as plain text, for a template that knows neither.
 
-    Results of one message are one message of the user: some templates demand that the roles alternate.
+    Results, and what the user says after them, are one message of the user: some templates demand that roles alternate.
     """
     found: list[dict[str, Any]] = []
+    result = False  # whether the last message holds a result
     for message in messages:
         text = message["content"] or ""
         for call in message.get("tool_calls", ()):
             function = {"name": call["function"]["name"], "arguments": parsed(call["function"]["arguments"])}
             text += OPEN + json.dumps(function, ensure_ascii=False) + CLOSE
         others = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        if message["role"] == "tool" and found and found[-1]["role"] == "user":
+        own = message["role"] in ("tool", "user")
+        if own and (result or message["role"] == "tool") and found and found[-1]["role"] == "user":
             found[-1]["content"] += f"\n{text}"
         else:
-            found.append({**others, "role": "user" if message["role"] == "tool" else message["role"], "content": text})
+            found.append({**others, "role": "user" if own else message["role"], "content": text})
+        result = own and (result or message["role"] == "tool")
     return found
 
 
-def taught(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], traits: Traits) -> list[dict[str, Any]]:
-    """Return the messages with the tools described in the system message, for a template that describes none.
-
-    If the template takes no system message either, the first message describes them.
-    """
+def taught(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the tools described in the system message, for a template that describes none."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
     first, *rest = messages
-    if first["role"] == "system" and (traits.system or not rest):
-        return [{**first, "content": f"{first['content']}\n\n{system}"}, *rest]
-    if traits.system:
-        return [{"role": "system", "content": system}, *messages]
     if first["role"] == "system":
-        system, (first, *rest) = f"{first['content']}\n\n{system}", rest
-    return [{**first, "content": f"{system}\n\n{first['content'] or ''}"}, *rest]
+        return [{**first, "content": f"{first['content']}\n\n{system}"}, *rest]
+    return [{"role": "system", "content": system}, *messages]
+
+
+def without_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with the system message at the start of the next one, for a template that takes none."""
+    first, *rest = messages
+    if first["role"] != "system" or not rest or rest[0]["role"] != "user":
+        return list(messages)
+    return [{**rest[0], "content": f"{first['content']}\n\n{rest[0]['content']}"}, *rest[1:]]

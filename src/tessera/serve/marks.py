@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from tessera.models.tokenizer import Tokenizer
-from tessera.serve.calls import SPECIAL, schemas
+from tessera.serve.call_forms import SPECIAL
+from tessera.serve.calls import schemas
 from tessera.serve.protocol import ChatBody
 from tessera.serve.speech import THOUGHTS, Speech
 
@@ -28,8 +29,14 @@ def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int]
         dict(schemas(body.offered)),
         single=body.parallel_tool_calls is False,
         thoughts=THOUGHTS,  # of any model: fine-tuning teaches reasoning without a word in the template
-        thinking=next((pair for pair in THOUGHTS if end.endswith(pair[0])), None),
+        thinking=next((pair for pair in THOUGHTS if end.endswith(pair[0]) or _unclosed(body, pair)), None),
     )
+
+
+def _unclosed(body: ChatBody, pair: tuple[str, str]) -> bool:
+    """Return whether the answer goes on with a message whose reasoning has not ended."""
+    text = "".join(body.messages[-1].texts) if body.continue_final_message else ""
+    return text.rfind(pair[0]) > text.rfind(pair[1])
 
 
 def shown_ids(tokenizer: Tokenizer | None, body: ChatBody) -> frozenset[int]:

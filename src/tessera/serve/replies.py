@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from tessera.runtime.answers import Generation
 from tessera.runtime.requests import Token
+from tessera.serve.calls import finish_of
 from tessera.serve.speech import Said, Speech
 
 NOTHING = Said()
@@ -37,7 +38,7 @@ class Reply:
         choices = []
         for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
             said, calls = speech.whole(generation.text)
-            finish = "tool_calls" if calls else generation.finish_reason
+            finish = finish_of(generation.finish_reason, said.text, calls)
             body = {"message": _message(said, calls)} if self.chat else {"text": said.text}
             choices.append({"index": index, **body, "logprobs": self._logprobs(own), "finish_reason": finish})
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from tessera.runtime.requests import End, Failure, Token
+from tessera.serve.calls import finish_of
 from tessera.serve.protocol import StreamOptions
 from tessera.serve.replies import Reply, usage, usage_so_far
 from tessera.serve.schema import Refusal
@@ -43,6 +45,12 @@ class Echo:
         if not self.alone:
             return end
         return end._replace(generation=replace(end.generation, text="", tokens=[], finish_reason="length"))
+
+
+QUIET_S = 10.0
+"""Seconds without an event, because a call is still incomplete, after which a stream sends COMMENT: clients give up on
+a silent connection."""
+COMMENT = ": a call is being written\n\n"
 
 
 @dataclass(eq=False)
@@ -118,10 +126,16 @@ async def stream(
     continuous = options.include_usage and options.continuous_usage_stats
 
     def said(answer: Answer, data: dict[str, Any]) -> str:
-        return _event(data | usage_so_far(answer.prompt_tokens, answer.new_tokens) if continuous else data)
+        if continuous:
+            return _event(data | usage_so_far(answer.prompt_tokens, answer.new_tokens))
+        return _event(data | {"usage": None} if options.include_usage else data)
 
+    sent_s = time.monotonic()
     while left:
         answer, event = await queue.get()
+        if begun and time.monotonic() - sent_s > QUIET_S:
+            sent_s = time.monotonic()
+            yield COMMENT
         if not begun:  # only now: while nothing has been sent, the front of several replicas may ask another
             begun = True
             for each in answers:
@@ -135,6 +149,7 @@ async def stream(
             answer.end, left = event, left - 1
         answer.new_tokens += isinstance(event, Token) and not (answer.echo is not None and answer.echo.alone)
         for data in _pieces(reply, answer, event):
+            sent_s = time.monotonic()
             yield said(answer, data)
     if options.include_usage:
         yield _event(reply.last(usage_of(answers, prompt_tokens)))
@@ -165,7 +180,7 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
         yield reply.piece(answer.index, rest)
     if calls:
         yield reply.calls(answer.index, calls)
-    yield reply.piece(answer.index, finish="tool_calls" if calls else event.generation.finish_reason)
+    yield reply.piece(answer.index, finish=finish_of(event.generation.finish_reason, rest.text, calls))
 
 
 def _held(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:

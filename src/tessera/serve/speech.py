@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tessera.serve.calls import Tools, forced, safe_end, split
+from tessera.serve.call_forms import Tools
+from tessera.serve.calls import forced, safe_end, split
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks around a model's reasoning: of DeepSeek R1 and Qwen3, and of Magistral."""
+
+SETTLES = ("\n", "```")
+"""Parts of an answer at which complete JSON is looked for: at every token, that would take too long."""
 
 
 class Said(NamedTuple):
@@ -54,7 +58,8 @@ class Speech:
             return Said(reasoning)
         end = len(self._text)
         if self.forced or self.tools:
-            end = 0 if self.forced else safe_end(self._text, self.tools, start=self._start)
+            settle = any(mark in piece for mark in SETTLES)
+            end = 0 if self.forced else safe_end(self._text, self.tools, start=self._start, settle=settle)
         text, self._text = self._text[:end], self._text[end:]
         self._start &= not text
         return Said(reasoning, text)

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from tessera.models.tokenizer import Tokenizer
-from tessera.serve.history import fitted, taught, told
+from tessera.serve.history import fitted, taught, told, without_system
 
 DATA = {"const", "enum", "default", "examples"}
 """Keywords of JSON Schema whose values are data, not schemas."""
@@ -37,14 +37,17 @@ def conversation(
         messages: messages as `messages.Message.plain` returns them, with calls and results in OpenAI's form.
         tools: the tools that the conversation offers, in OpenAI's form.
     """
-    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+    used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if not used and messages[0]["role"] != "system":
         return {"messages": [{**message, "content": message["content"] or ""} for message in messages]}
     traits = tokenizer.traits(offered=bool(tools))
-    if tools and not traits.tools:
+    teaches = bool(tools) and not traits.tools
+    if teaches:
         traits = tokenizer.traits(offered=False)
-        return {"messages": taught(fitted(messages, traits) if traits.calls else told(messages), tools, traits)}
-    found = fitted(messages, traits) if traits.calls else told(messages)
-    return {"messages": found, "tools": list(tools)} if tools else {"messages": found}
+    found = fitted(messages, traits) if traits.calls or not used else told(messages)
+    found = taught(found, tools) if teaches else found
+    found = found if traits.system else without_system(found)
+    return {"messages": found, "tools": list(tools)} if tools and not teaches else {"messages": found}
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
