@@ -57,6 +57,7 @@ RESULT = "It is 18 degrees and sunny in Paris. Now answer the user in plain Engl
 LIMIT = 60
 """Maximum new tokens of an answer."""
 LIMIT_S = 300
+LIMITS = UsageLimits(request_limit=4)
 
 
 FAULTS = (
@@ -322,11 +323,11 @@ def pydantic_agent(**options):
 def pydantic_said(agent, asked, how):
     """Return (output, usage, all messages) of a run."""
     if how == "whole":
-        found = agent.run_sync(asked)
+        found = agent.run_sync(asked, usage_limits=LIMITS)
         return found.output, found.usage, found.all_messages()
 
     async def streamed():
-        async with agent.run_stream(asked) as run:
+        async with agent.run_stream(asked, usage_limits=LIMITS) as run:
             output = await run.get_output()
             return output, run.usage, run.all_messages()
 
@@ -413,10 +414,10 @@ def llm_structured(how):
 def agents_run(agent, asked, how):
     """Return the result of a run."""
     if how == "whole":
-        return agents.Runner.run_sync(agent, asked)
+        return agents.Runner.run_sync(agent, asked, max_turns=4)
 
     async def streamed():
-        run = agents.Runner.run_streamed(agent, asked)
+        run = agents.Runner.run_streamed(agent, asked, max_turns=4)
         async for _ in run.stream_events():
             pass
         return run

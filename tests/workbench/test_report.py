@@ -281,3 +281,10 @@ def test_headline_has_a_column_per_machine_and_marks_what_missed():
     text = report.render("headline", records, every_machine=True)
     assert "| faster by | AMD EPYC, 2 cores | Intel Xeon, 2 cores | target |" in text
     assert "| dense prefill of 8,192, float32: ours against torch | 2.00x | **1.20x** | >= 1.5x |" in text
+
+
+def test_a_clients_faults_are_bold_and_what_the_model_did_wrong_is_named():
+    cases = [{"case": "loop", "kept": {}}, {"case": "form", "model": "Wrong"}, {"case": "form", "fault": "400"}]
+    named = {"op": "client loops", "config": {"versions": {"openai": "3.0"}}, "unit": "fraction"}
+    made = record("openai", [1 / 3], facts={"cases": cases, "faults": 1}, **named)
+    assert "| openai 3.0 | prefill | 1 of 3 | form | **1** |" in report.render("clients", [made])

@@ -1,4 +1,4 @@
-"""Render the server's figures with their goals: a row per figure, from `tessera study serving`."""
+"""Render the server's figures with their goals, from `tessera study serving`, and its clients, from `make clients`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from tessera.workbench.evidence import Record
 from tessera.workbench.report.markdown import markdown, newest, provenance
 
 OP = "serving figure"
+CLIENTS = "client loops"
 
 
 def figures(records: Sequence[Record]) -> str:
@@ -25,6 +26,21 @@ def figures(records: Sequence[Record]) -> str:
         for figure in record.facts.get("figures", {}).values():
             rows.append([*lead, figure["about"], shown(figure), figure["goal"], _verdict(figure)])
     header = ["case", "figure", "median (range of the runs)", "goal", ""]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def clients(records: Sequence[Record]) -> str:
+    """Show, for each client of the server, how many of its cases passed, and what the others failed by."""
+    chosen = newest(r for r in records if r.what.op == CLIENTS)
+    rows = []
+    for record in chosen:
+        cases, version = record.facts["cases"], record.what.config["versions"][record.what.kernel]
+        wrong = sorted({case["case"] for case in cases if "model" in case})
+        faults = record.facts["faults"]
+        passed = f"{sum('kept' in case for case in cases)} of {len(cases)}"
+        lead = [f"{record.what.kernel} {version}", record.what.workload.partition(",")[0], passed]
+        rows.append([*lead, "; ".join(wrong), f"**{faults}**" if faults else "0"])
+    header = ["client", "model", "cases passed", "the model wrote something else", "failed by server or client"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
