@@ -12,6 +12,7 @@ from scripted import save_scripted
 
 from tessera.chat.remote import RemoteChat
 from tessera.generate import load
+from tessera.serve import response
 
 ADD = {
     "type": "function",
@@ -32,6 +33,7 @@ SCRIPTS = {
         *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function", "<｜tool▁sep｜>", "add\n```json\n"),
         *('{"a": 1, "b": 2}\n```', "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ],
+    "p": ["[add(a={1, ", "2}, b=3)]"],
     "t": ["Just ", "text ", "< "],
     "f": ['{"name":"ad', 'd","arguments":{"a":', "1,", '"b":', "2}}"],
     "j": ['{"name":"', "Paris", '","country":"', "Fran", 'ce"}'],
@@ -187,6 +189,9 @@ def test_probabilities_of_a_streamed_call_lose_no_token(running):
         ({"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": None}}]}, ""),
         ({"tool_calls": [], "annotations": [], "refusal": None, "audio": None, "function_call": None}, "Yes."),
         ({"parsed": {"a": 1}, "provider_specific_fields": {}, "cache_control": {"type": "ephemeral"}}, "Yes."),
+        ({"thinking_blocks": [{"type": "thinking", "thinking": "a"}], "reasoning_details": [], "id": "msg_1"}, "Yes."),
+        ({"type": "message", "status": "completed", "images": [], "timestamp": 1, "tool_name": "add"}, "Yes."),
+        ({"tool_calls": [{"function": FUNCTION, "extra_content": {}, "provider_specific_fields": {}}]}, None),
         ({"refusal": "I may not."}, None),
         (
             {"reasoning": "hm", "name": "bot"},
@@ -210,6 +215,30 @@ def test_the_terminals_chat_shows_reasoning_and_sends_only_the_answer_back(runni
     assert "".join(shown).startswith("<think>\nShall I add?\n</think>\n\nLet me. ")
     assert chat.messages[-1]["content"].startswith("Let me. ")
     chat.close()
+
+
+def test_a_broken_call_breaks_no_stream(running):
+    """Python's values that are no JSON stay text, in a stream too."""
+    [choice] = ask(running, [{"role": "user", "content": "p"}]).choices
+    assert (choice.message.content, choice.finish_reason) == ("[add(a={1, 2}, b=3)]", "stop")
+    message, finish = deltas(running, [{"role": "user", "content": "p"}])
+    assert (message["content"], finish) == ("[add(a={1, 2}, b=3)]", "stop")
+
+
+def test_a_silent_stream_sends_comments(running, monkeypatch):
+    """Clients give up on a connection that is silent while a long call is written."""
+    monkeypatch.setattr(response, "QUIET_S", 0.0)
+    body = {"messages": [{"role": "user", "content": "l"}], "tools": [ADD], "temperature": 0, "stream": True}
+    text = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).text
+    assert response.COMMENT in text
+    assert deltas(running, body["messages"])[1] == "tool_calls"
+
+
+def test_an_answer_goes_on_inside_its_reasoning(running):
+    history = [{"role": "user", "content": "hm"}, {"role": "assistant", "content": "<think>\nLet us see t"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    [choice] = ask(running, history, extra_body=more).choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("Just text <", "")
 
 
 def test_parts_are_joined_by_a_line_break(running):

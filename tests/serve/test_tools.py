@@ -12,10 +12,11 @@ from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
 from tessera.models.tokenizer import BYTE_TEMPLATE, byte_tokenizer
+from tessera.serve import calls as calls_module
 from tessera.serve import warm
 from tessera.serve.app import create
 from tessera.serve.bodies import Bodies
-from tessera.serve.calls import schemas, split
+from tessera.serve.calls import finish_of, schemas, split
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 from tessera.serve.site import Site
@@ -416,3 +417,119 @@ def test_a_wrong_schema_is_named_by_the_field_that_has_it(site):
     forced = post(site, tools=[tool], tool_choice="required").json()["error"]
     plain = post(site, response_format={"type": "json_schema", "json_schema": {"schema": wrong}}).json()["error"]
     assert (forced["param"], plain["param"]) == ("tools", "response_format")
+
+
+# --- what an attacker found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[add(a={1, 2}, b=3)]", '[add(a=b"x", b=1)]', "[add(a=..., b=1)]", "[add(a=1j, b={(1, 2): 3})]"),
+        *("<|python_tag|>add.call(a={1, 2})", f"[add(a=0x{'f' * 4000}, b=1)]", '[add(**{"a": 1})]', "[add(a=x, b=1)]"),
+        *('<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1}}</tool_call>',),
+        *('<tool_call>{"name": "add", "arguments": {"a": 1e400, "b": 1}}</tool_call>',),
+        *('<tool_call>{"name": "add", "arguments": null}</tool_call>', '{"name": "add", "arguments": ""}'),
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2",  # cut: b may be longer
+        "<tool_call><function=add><parameter=a>1</parameter>",
+        *(
+            "<function=add>",
+            "<function=add>Paris</function>",
+            "<function=add>[1]</function>",
+            "Write <function=add> so.",
+        ),
+        '{"name": "add", "description": "Add", "parameters": {"type": "object", "properties": {}}}',  # a definition
+    ],
+)
+def test_calls_that_would_run_with_other_arguments_stay_text(text):
+    assert split(text, TOOLS) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (
+            "<function=put><parameter=text>see </parameter> here</parameter></function>",
+            {"text": "see </parameter> here"},
+        ),
+        ("<function=put><parameter=text>12</function>", {"text": "12"}),  # its type is text or null
+        ("<function=put><parameter=text>null</parameter></function>", {"text": None}),
+        (
+            "<function=put><parameter=size>12</parameter><parameter=on>True</parameter></function>",
+            {"size": 12, "on": True},
+        ),
+        ("[put(on=true, text=null, size=-1)]", {"on": True, "text": None, "size": -1}),
+        ('[put(text="\\d")]', {"text": "\\d"}),
+        ('<tool_call>\n```json\n{"name": "put", "arguments": {"size": 1}}\n```\n</tool_call>', {"size": 1}),
+        ('```\n<tool_call>{"name": "put", "arguments": {"size": 1}}</tool_call>\n```', {"size": 1}),
+        ('<tool_call>{"name": "put", "arguments": {"size": 1}}</tool_call>\n</tool_call>', {"size": 1}),
+        ('<TOOLCALL>[{"name": "put", "arguments": {"size": 1}}]</TOOLCALL>', {"size": 1}),
+        ('<function name="put">{"size": 1}</function>', {"size": 1}),
+        ('>>>put\n{"size": 1}', {"size": 1}),
+        (' functools[{"name": "put", "arguments": {"size": 1}}]', {"size": 1}),
+        ('<|tool_call|>[{"name": "put", "arguments": {"size": 1}}]', {"size": 1}),
+        (DEEPSEEK.replace("▁calls▁begin", "_calls_begin").replace("add", "put"), {"a": 1, "b": 2}),
+        ("<｜tool▁calls｜>function<｜tool▁sep｜>put\n```json\n{}\n```<｜tool▁call▁end｜>", {}),
+    ],
+)
+def test_odd_spellings_of_a_call_are_read(text, arguments):
+    kinds = {"text": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "on": {"type": "boolean"}}
+    assert split(text, {"put": {"properties": kinds}})[0] == ""
+    assert names(split(text, {"put": {"properties": kinds}})[1]) == [("put", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("mark", "count"),
+    [
+        *(("[TOOL_CALLS]a" + " " * 1000, 1000), ("<function=a><parameter=b>\n", 10_000), ("<tool_call>[", 20_000)),
+        *(("<|python_tag|>a.call(", 10_000), ("<｜tool▁call▁begin｜>a<｜tool▁sep｜>{", 10_000), ("```\n{", 20_000)),
+    ],
+)
+def test_a_hostile_answer_is_read_a_few_times(monkeypatch, mark, count):
+    """Each reading may take time in proportion to the whole answer."""
+    reads = []
+    read = calls_module._calls
+    monkeypatch.setattr(calls_module, "_calls", lambda *args: reads.append(args) or read(*args))
+    assert split(mark * count, TOOLS)[1] == []
+    assert Speech(TOOLS).whole(mark * count)[0].text == mark * count
+    assert len(reads) <= 3 * calls_module.MOST_TRIES
+
+
+def test_json_that_is_no_call_is_shown_when_it_is_complete():
+    speech = Speech(TOOLS)
+    assert speech.push('```json\n{"name": "pkg",').text == ""
+    assert speech.push('\n"version": 1').text == ""
+    assert speech.push("}\n```\nThat is").text == '```json\n{"name": "pkg",\n"version": 1}\n```\nThat is'
+    assert Speech(TOOLS).push("Use <tool_call> tags.").text == "Use <tool_call> tags."
+
+
+def test_a_limit_that_cuts_a_later_call_is_told():
+    text, calls = split(CALL + '<tool_call>{"name": "add", "arg', TOOLS)
+    assert finish_of("length", text, calls) == "length"
+    assert [finish_of("length", "", calls), finish_of("stop", "a", calls), finish_of("stop", "a", [])] == [
+        *("tool_calls", "tool_calls", "stop")
+    ]
+
+
+def test_ids_that_come_twice_are_told_apart():
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": "null"}}
+    other = call | {"function": {"name": "stop", "arguments": "{}"}}
+    results = [{"role": "tool", "tool_call_id": "call_0", "content": text} for text in ("first", "second")]
+    template = CALLS + ALONE + EACH + OBJECTS
+    tokenizer = replace(byte_tokenizer(), chat_template=template)
+    found = conversation(
+        tokenizer, [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call, other]}, *results], []
+    )
+    shown = tokenizer.render_chat(**found).partition("]")[2]
+    assert shown == "[assistant(add {})][tool:first][assistant(stop {})][tool:second]"
+
+
+def test_what_the_user_says_after_results_joins_them():
+    question = {"role": "user", "content": "And now?"}
+    *_, last = conversation(byte_tokenizer(), [QUESTION, ASKED, *RESULTS, question], [])["messages"]
+    assert last == {"role": "user", "content": "result 1\nresult 2\nAnd now?"}
+
+
+def test_a_system_message_goes_to_the_user_if_the_template_takes_none():
+    found = conversation(byte_tokenizer(), [{"role": "system", "content": "Be brief."}, QUESTION], [])
+    assert found["messages"] == [{"role": "user", "content": "Be brief.\n\n1 + 2?"}]

@@ -34,10 +34,9 @@ BETWEEN = string.whitespace + ",;"
 
 NAME = r"[\w.-]{1,128}"
 FUNCTION = re.compile(rf'\s*+<function(?:=|\s+name=")({NAME})"?>\s*+')
-PARAMETER = re.compile(
-    r"\s*+<parameter=([^>]{1,128})>\n?(.*?)\n?(?:</parameter>)?(?=\s*(?:<parameter=|</function>))", re.DOTALL
-)
-"""A value ends where the next one begins, or the call ends: it may hold any mark before that."""
+PARAMETER = re.compile(r"\s*+<parameter=([^>]{1,128})>\n?")
+PARAMETER_END = re.compile("<parameter=|</function>")
+"""A value ends where the next one begins, or the call ends: it may hold any other mark, its own end mark included."""
 NAMED = re.compile(rf"\s*+({NAME})\s*+(?:\[CALL_ID\]\s*+\w*+\s*+)?(?:\[ARGS\])?\s*+(?=\{{)")
 DEEPSEEK = re.compile(
     rf"\s*+(?:<｜tool▁call▁begin｜>\s*+)?(?:function<｜tool▁sep｜>)?({NAME})\s*+(?:<｜tool▁sep｜>)?\s*+(?:```json)?\s*+"
@@ -181,10 +180,14 @@ def _tagged(text: str, at: int, tools: Tools) -> Found | None:
         if found is None:
             return None
         arguments, at = found
+    elif text.find("</function>", at) < 0:
+        return None  # cut: the last value may be longer
     else:
         properties = tools.get(name, {}).get("properties", {})
         while part := PARAMETER.match(text, at):
-            arguments[part[1]], at = _typed(part[2], properties.get(part[1])), part.end()
+            at = PARAMETER_END.search(text, part.end()).start()
+            value = text[part.end() : at].rstrip().removesuffix("</parameter>").removesuffix("\n")
+            arguments[part[1]] = _typed(value, properties.get(part[1]))
     end = past(text, at)
     if text.startswith("</function>", end):
         return Found([Call(name, arguments or None)], end + len("</function>"))

@@ -203,7 +203,9 @@ INSTEAD: Mapping[str, str] = {
 
 def refusal_of(field: str) -> str:
     """Say that the server does not support a field, and what to do instead."""
-    name = field.rpartition(".")[2]
+    place, _, name = field.rpartition(".")
+    if name == "function_call" and place.startswith("messages"):
+        return f"{field} is not supported: send tool_calls, and the result in a message of role tool"
     if name in INSTEAD:
         return f"{field} is not supported: {INSTEAD[name]}"
     if name in NEUTRAL:

@@ -53,7 +53,9 @@ Part = str | TextPart | RefusalPart | ThinkingPart
 class Function(Schema):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    ignored = frozenset({"return", "returns"})  # of results, which no supported template reads
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -62,7 +64,7 @@ class Function(Schema):
 class Tool(Schema):
     """A tool; the only kind is a function."""
 
-    ignored = frozenset({"cache_control"})
+    ignored = frozenset({"cache_control", "strict"})  # arguments of a forced call always follow the schema
 
     type: Literal["function"]
     function: Function
@@ -93,7 +95,8 @@ class FunctionCall(Schema):
 class ToolCall(Schema):
     """A tool call in an earlier answer."""
 
-    ignored = frozenset({"index", "cache_control"})  # streams number the calls
+    # streams number the calls, and LiteLLM and Gemini's clients add what only their servers read
+    ignored = frozenset({"index", "cache_control", "provider_specific_fields", "extra_content", "thought_signature"})
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -103,8 +106,11 @@ class ToolCall(Schema):
 class Message(Schema):
     """One message of a conversation. Whatever the server answers is accepted when it comes back."""
 
-    ignored = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
-    neutral = {"prefix": (False,), "partial": (False,)}
+    ignored = frozenset(
+        "annotations cache_control parsed provider_specific_fields thinking_blocks reasoning_details id type status "
+        "is_error tool_name timestamp created_at metadata".split()
+    )
+    neutral = {"prefix": (False,), "partial": (False,), "images": ([],), "attachments": ([],), "logprobs": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES)] | None = None
