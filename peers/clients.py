@@ -43,6 +43,7 @@ from pydantic_ai import (
     ToolOutput,
     UnexpectedModelBehavior,
     UsageLimitExceeded,
+    UsageLimits,
 )
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -57,7 +58,9 @@ RESULT = "It is 18 degrees and sunny in Paris. Now answer the user in plain Engl
 LIMIT = 60
 """Maximum new tokens of an answer."""
 LIMIT_S = 300
+"""Maximum seconds of a request."""
 LIMITS = UsageLimits(request_limit=4)
+"""Bound on pydantic-ai's own loop: a model that must call may call again and again."""
 
 
 FAULTS = (
