@@ -178,3 +178,35 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
     assert main(["generate", "--model", str(path), "--chat", "hi"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == "error: the chat template cannot render the conversation: ZeroDivisionError: division by zero"
+
+
+GOES_ON = "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.content is string else m.content[-1].text }}<|end|>"
+GOES_ON += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize("content", ["Well, ", [{"type": "text", "text": "Well, "}], "</think>a  <|end|>"])
+def test_a_message_that_goes_on_ends_the_text(content):
+    tokenizer = with_template(GOES_ON)
+    chat = [*USER, {"role": "assistant", "content": content}]
+    last = content if isinstance(content, str) else content[-1]["text"]
+    assert tokenizer.render_chat(chat, continue_final=True) == "<|user|>Hi<|end|><|assistant|>" + last
+    assert tokenizer.encode_chat(chat, continue_final=True) == [259, *b"Hi", 261, 260, *last.encode()]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "said"),
+    [
+        (
+            GOES_ON.replace("m.content if", "m.content.split('</think>')[-1] if"),
+            "<think>a</think>b",
+            "leaves out a part",
+        ),
+        ("{{ messages[0].content }}", "Well", "does not write the last message"),
+        (GOES_ON, [{"type": "image"}], "not a text part"),
+    ],
+)
+def test_a_message_that_cannot_go_on_is_refused(source, content, said):
+    chat = [*USER, {"role": "assistant", "content": content}]
+    for write in (with_template(source).render_chat, with_template(source).encode_chat):
+        with pytest.raises(ValueError, match=said):
+            write(chat, continue_final=True)

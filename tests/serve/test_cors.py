@@ -43,6 +43,11 @@ def send(method, path, origin, keys=(), allowed=(), **headers):
         (HERE, (), HERE),
         ("http://127.0.0.1:5173", (), "http://127.0.0.1:5173"),
         ("https://[::1]:8443", (), "https://[::1]:8443"),
+        ("http://app.localhost:3000", (), "http://app.localhost:3000"),
+        ("http://notlocalhost:3000", (), None),
+        (THERE, (THERE + ":443",), THERE),
+        ("http://[fd00::1]", ("http://[FD00::1]:80/",), "http://[fd00::1]"),
+        ("https://xn--exmple-cua.org", ("https://exämple.org",), "https://xn--exmple-cua.org"),
         (THERE, (), None),
         ("http://localhost.example.org", (), None),
         ("http://localhost:80@example.org", (), None),
@@ -91,7 +96,17 @@ def test_a_program_that_is_no_browser_is_served():
 
 
 @pytest.mark.parametrize(
-    "given", ["chat.example.org", "https://", "https://a/path", "https://a, https://b", "null", "**"]
+    "given",
+    [
+        "chat.example.org",
+        "https://",
+        "https://a/path",
+        "https://a, https://b",
+        "null",
+        "**",
+        "https://straße.de",
+        "https://ä..b",
+    ],
 )
 def test_what_is_no_origin_is_refused(given):
     with pytest.raises(ValueError, match="--cors"):

@@ -70,6 +70,9 @@ ROWS = [
     ({"structured_outputs": {"grammar": GBNF, "disable_any_whitespace": True}}, "1+2=3\n", "1+=3\n"),
     ({"guided_json": INTEGER}, "-3", "3.5"),
     ({"guided_regex": r"^[\w.]+@\w+\.com$"}, "a.b@c.com", "^a@c.com$"),
+    ({"guided_regex": r"\d[\d.-]*\w[^\w]\W\\d"}, "2.0a é\\d", "２.0a é\\d"),
+    ({"regex": r"[\S]\s\D"}, "é\té", "é\u2003é"),
+    ({"structured_outputs": {"regex": r"[^\d]\d"}}, "２2", "1２"),
     ({"guided_choice": ['say "é"', "a/b\n"]}, 'say "é"', "say"),
     ({"guided_grammar": LARK, "guided_decoding_backend": "xgrammar"}, "SELECT col_1 from table_2", "SELECT x"),
     ({"guided_grammar": 'root ::= "yes" | "no"'}, "no", "maybe"),
@@ -236,6 +239,16 @@ SETS = [
     ({"items": {"anyOf": [{"const": 1}, {"type": "null"}]}}, [[None, 1]], [[None, None]]),
     ({"items": {"enum": list(range(15))}, "maxItems": 2}, [[14, 3], [0]], [[1, 1], [1, 2, 3]]),
     ({"items": {"type": "string"}, "maxItems": 1}, [["x"], []], [["x", "y"]]),
+    ({"items": {"enum": [1, 1.0, True]}, "minItems": 1.0}, [[1], [True, 1]], [[], [1, 1]]),
+    ({"items": {"enum": [{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]}}, [[{"a": 1, "b": 2}]], [[{"a": 1, "b": 2}] * 2]),
+    ({"type": ["array", "null"], "items": {"enum": ["a", "b"]}}, [None, ["b", "a"]], [["a", "a"], "a"]),
+    ({"items": {"type": ["string", "null"], "enum": ["a", None]}}, [["a", None]], [[None, None]]),
+    ({"items": {"type": ["boolean", "null"]}}, [[None, True]], [[True, True]]),
+    ({"items": {"type": "number", "enum": [1, 2.5]}}, [[2.5, 1]], [[1, 1]]),
+    ({"items": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}}, [[3, 1]], [[2], [1, 1]]),
+    ({"prefixItems": [{"const": 1}], "items": {"enum": [1, 2]}}, [[], [1, 2]], [[2], [1, 1]]),
+    ({"prefixItems": [{"enum": [1, 2]}, {"enum": [1, 2]}], "items": False}, [[2, 1], [1]], [[1, 1], [1, 2, 3]]),
+    ({"prefixItems": [{"const": 1}, {"const": 2}], "maxItems": 2}, [[1, 2]], [[1, 1], [1, 2, 3]]),
 ]
 
 
@@ -256,7 +269,9 @@ def test_a_list_of_distinct_values_out_of_a_few_is_kept(grammars, keywords, righ
         ({"items": {"enum": ["a", 1], "type": "string"}}, "only for arrays whose items are an enum"),
         ({"items": {"$ref": "#/$defs/Nothing"}}, "only for arrays whose items are an enum"),
         ({"items": {"$ref": "#"}}, "only for arrays whose items are an enum"),
-        ({"prefixItems": [{"const": 1}], "items": {"enum": [1, 2]}}, "only for arrays whose items are an enum"),
+        ({"prefixItems": [{"const": 1}]}, "only for arrays whose items are an enum"),
+        ({"items": {"enum": [1, 2], "const": 1}}, "only for arrays whose items are an enum"),
+        ({"items": {"enum": list(range(400))}, "maxItems": 2}, "over 400 lists of the 400 values"),
         ({"items": {"enum": list(range(9))}}, "over 400 lists of the 9 values: lower maxItems"),
         ({"items": {"enum": [10**6 + i for i in range(9000)]}, "minItems": 8000}, "over 400 lists"),
     ],
@@ -265,6 +280,26 @@ def test_a_list_of_distinct_values_out_of_a_few_is_kept(grammars, keywords, righ
 def test_a_list_of_other_distinct_values_is_refused_by_name(array, said):
     with pytest.raises(ValueError, match=f"uniqueItems=true .*{said}"):
         prepared({"type": "array", "uniqueItems": True, **array})
+
+
+ONE_OF = [
+    ([{"const": 1, "title": "one"}, {"const": 2}], [1, 2], [3]),
+    ([{"enum": ["a", "b"]}, {"enum": ["b", "c"]}, {"type": "null"}], ["a", "c", None], ["b", "d"]),
+    ([{"$ref": "#/$defs/Colour"}, {"const": "none"}], ["red", "none"], ["x"]),
+    ([{"const": 1}, {"const": 1.0}, {"const": 2}], [2], [1]),
+]
+
+
+@pytest.mark.parametrize(("schemas", "right", "wrong"), ONE_OF, ids=lambda value: str(value)[:50])
+def test_one_of_constants_is_kept(grammars, schemas, right, wrong):
+    schema = {"type": "array", "prefixItems": [{"oneOf": schemas}], "minItems": 1, "maxItems": 1, **COLOURS}
+    assert all(value_follows(grammars, schema, [value]) for value in right)
+    assert not any(value_follows(grammars, schema, [value]) for value in wrong)
+
+
+def test_one_of_that_may_overlap_is_refused_with_a_way_out(grammars):
+    with pytest.raises(ValueError, match="at most one schema of a oneOf holds: use anyOf"):
+        grammars.guides(form_of({"json_schema": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}))
 
 
 def test_a_schema_that_the_client_sent_is_not_changed():

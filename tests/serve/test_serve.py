@@ -263,7 +263,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ({"prompt": ""}, 400, "prompt=''"),
+        ({"prompt": "", "add_special_tokens": False}, 400, "prompt 0 is an empty token list"),
         ({"prompt": []}, 400, "prompt=[]"),
         ({}, 400, "prompt"),
         ({"prompt": "x", "foo": 1}, 400, "unknown field foo"),
@@ -275,7 +275,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "include_usage"),
         ({"prompt": "x", "logit_bias": {"999": 1}, "stream": True}, 400, "token 999"),
         ({"prompt": "x", "ignore_eos": True, "response_format": {"type": "json_object"}}, 400, "ignore_eos=true"),
-        ({"prompt": ["x"] * 10, "n": 8}, 400, "80 answers are more than the 18"),
+        ({"prompt": ["x"] * 10, "n": 8}, 400, "or start the server with a larger --queue or --slots"),
         ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),
@@ -284,7 +284,8 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": "x", "stop": ["a"] * 1_000_000}, 413, "300,000 commas"),
         ({"prompt": "x", "stream_options": {"x": 1}}, 400, "unknown field stream_options.x"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs=21"),
-        ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"-1": 1}}, 400, "logit_bias has token -1"),
+        ({"prompt": "x", "logit_bias": {"": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"999": 1}}, 400, "token 999"),
         ({"prompt": "x", "logit_bias": {"1": 1000}}, 400, "logit_bias.1=1000"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "takes json_schema or schema"),

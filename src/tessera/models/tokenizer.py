@@ -158,19 +158,30 @@ class Tokenizer:
         return TextStream(self, skip_special, shown)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        **variables: Any,
     ) -> str:
         """Render a conversation as the model expects it, with the checkpoint's template in a sandbox.
 
         Args:
             messages: the conversation's messages, {"role": ..., "content": ...}, as plain JSON data.
             add_generation_prompt: end with the start of the assistant's turn.
+            continue_final: end inside the last message, which the model then goes on with.
             variables: other variables of the template (tools, documents, enable_thinking, ...). If `tools` is not
                 empty, `tool_template` is rendered, if there is one.
 
         Raises:
-            ValueError: there is no template, the messages or variables are not plain JSON data, or the template fails.
+            ValueError: there is no template, the messages or variables are not plain JSON data, the template fails, or
+                it does not write the whole text of the last message, which is to go on.
         """
+        if continue_final:
+            messages, last = _cut_last(messages)
+            text = self.render_chat(messages, add_generation_prompt=False, **variables)
+            return _until_cut(text, last)
         if self.chat_template is None:
             raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
         data = {"messages": messages, "tools": None, "documents": None, **variables}
@@ -204,14 +215,11 @@ class Tokenizer:
 
         Only the template can write special tokens. The name of a special token in a message or variable stays text, so
         that a message cannot end its own turn. With `parse_special`, the name becomes the token, as in transformers.
-        With `continue_final`, the tokens end inside the last message, which the model then goes on with.
+        With `continue_final`, the tokens end inside the last message.
 
         Raises:
-            ValueError: as `render_chat` does, or the template does not write the last message, which is to go on.
+            ValueError: as `render_chat` does.
         """
-        if continue_final:
-            *earlier, last = messages
-            messages = [*earlier, {**last, "content": (last["content"] or "") + CUT}]
         data = {**variables, "messages": messages}
         _plain_size(data)
         added = [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
@@ -220,12 +228,9 @@ class Tokenizer:
         literal = not parse_special and (any(token.normalized for token in added) or _holds(data, names))
         text = self.render_chat(
             **(_mark(data, names) if literal else data),
-            add_generation_prompt=add_generation_prompt and not continue_final,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
         )
-        if continue_final:
-            text, cut, _ = text.rpartition(CUT)
-            if not cut:
-                raise ValueError("the chat template does not write the last message: do not continue it")
         return (
             _encode(self._literal_backend, text, add_special=False) if literal else self.encode(text, add_special=False)
         )
@@ -318,6 +323,34 @@ class TextStream:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special=self._skip_special)
+
+
+def _cut_last(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the messages with CUT at the end of the last one's text, and that text."""
+    *earlier, last = messages
+    content = last.get("content") or ""
+    if isinstance(content, str):
+        return [*earlier, {**last, "content": content + CUT}], content
+    *parts, end = content
+    if not isinstance(end, Mapping) or not isinstance(end.get("text"), str):
+        raise ValueError("the last part of the last message is not a text part: only text can be continued")
+    return [*earlier, {**last, "content": [*parts, {**end, "text": end["text"] + CUT}]}], end["text"]
+
+
+def _until_cut(text: str, last: str) -> str:
+    """Return a rendered conversation up to CUT, before which the text of the last message must be.
+
+    White space does not count: templates trim messages.
+    """
+    text, cut, _ = text.rpartition(CUT)
+    if not cut:
+        raise ValueError("the chat template does not write the last message: do not continue it")
+    if not "".join(text.split()).endswith("".join(last.split())):
+        raise ValueError(
+            "the chat template leaves out a part of the last message, often reasoning such as <think>...</think>: "
+            "leave that part out, or do not continue the message"
+        )
+    return text
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
-from tessera.serve.asking import encode_prompt, guide_for, render, requests_of
+from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of
 from tessera.serve.echo import echo_of, put_prompts
 from tessera.serve.front import TENANT
 from tessera.serve.marks import shown_ids, speech_of
@@ -128,7 +128,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit the choices of a request and return the response, whole or as a stream."""
     guide = await guide_for(request, site, body)
-    asked = requests_of(site, body, prompts, guide, request.scope.get(TENANT, ""))
+    bias = await in_turn(request, site.encoding, bias_of, site, body) if body.biases else {}
+    asked = requests_of(site, body, prompts, bias, guide, request.scope.get(TENANT, ""))
     chat, tokenizer, logged = isinstance(body, ChatBody), site.model.tokenizer, body.ranks is not None
     if chat:
         shown = shown_ids(tokenizer, body)

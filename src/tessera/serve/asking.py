@@ -1,8 +1,9 @@
 """Turn a request's body into what the engine runs: tokens, a grammar for each answer, and one request per choice."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Any
 from uuid import uuid4
 
@@ -40,28 +41,41 @@ def encode_prompt(site: Site, prompt: Prompt, name: str, *, add_special: bool = 
 
     `add_special` adds the tokens that the model expects around a text, if the prompt begins with one.
     """
-    given: str | Sequence[int] = prompt
-    if not isinstance(prompt, str):
-        given = _mixed(site, prompt, add_special) if any(isinstance(part, str) for part in prompt) else prompt
-    elif site.model.tokenizer is not None:
-        _check_start(site, prompt, "prompt")
-        given = prompt if add_special else site.model.tokenizer.encode(prompt, add_special=False)
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    for part in parts:
+        if isinstance(part, str) and site.model.tokenizer is not None:
+            _check_start(site, part, "prompt")
     try:
-        return site.model.encode_prompt(given, name)
+        return site.model.encode_prompt(encode_parts(site, parts, add_special=add_special), name)
     except ValueError as error:
         raise Refusal(400, str(error), param="prompt") from error
 
 
-def _mixed(site: Site, parts: Sequence[int | str], add_special: bool) -> list[int]:
-    """Return the tokens of a prompt of token ids and texts."""
+def encode_parts(site: Site, parts: Sequence[int | str], *, add_special: bool, parse_special: bool = True) -> list[int]:
+    """Return the tokens of a list of token ids and texts; the options are those of `Tokenizer.encode`."""
     tokens: list[int] = []
     for index, part in enumerate(parts):
         if isinstance(part, str):
-            _check_start(site, part, "prompt")
-            tokens += tokenizer_of(site).encode(part, add_special=add_special and index == 0)
+            special = add_special and index == 0
+            tokens += tokenizer_of(site).encode(part, add_special=special, parse_special=parse_special)
         else:
             tokens.append(part)
     return tokens
+
+
+def bias_of(site: Site, body: SamplingFields) -> dict[int, float]:
+    """Return the number to add to the logit of each token id; -inf forbids the token.
+
+    Each token of a text gets the text's bias, and the biases of a token add up, as in llama.cpp.
+    """
+    found: dict[int, float] = {}
+    for key, value in body.biases:
+        tokens = [key]
+        if isinstance(key, str):
+            tokens = tokenizer_of(site).encode(key, add_special=False, parse_special=False)
+        for token in tokens:
+            found[token] = found.get(token, 0.0) + (-inf if value is False else value)
+    return found
 
 
 def render(site: Site, body: Conversation) -> list[int]:
@@ -77,9 +91,8 @@ def render(site: Site, body: Conversation) -> list[int]:
 
 def templated(site: Site, body: Conversation) -> str:
     """Return the text that the chat template writes for a conversation; raise Refusal as `render` does."""
-    tokens, tokenizer = render(site, body), tokenizer_of(site)
-    if body.continue_final_message:  # the template also writes the message's end
-        return tokenizer.decode(tokens, skip_special=False)
+    render(site, body)
+    tokenizer = tokenizer_of(site)
     told = conversation(tokenizer, [message.plain() for message in body.messages], body.offered)
     with _template_errors():
         return tokenizer.render_chat(**told, **_variables(body, tokenizer.chat_template or ""))
@@ -122,6 +135,9 @@ async def guide_for(request: Request, site: Site, body: SamplingFields) -> Calla
     if body.ignore_eos:
         said = f"ignore_eos=true: an answer that follows {form.field} ends by itself; drop ignore_eos"
         raise Refusal(400, said, param="ignore_eos")
+    if body.min_tokens > 1:  # an answer of no tokens follows no form
+        said = f"min_tokens={body.min_tokens}: an answer that follows {form.field} ends by itself; drop min_tokens"
+        raise Refusal(400, said, param="min_tokens")
     if site.grammars is None:
         raise Refusal(
             400,
@@ -138,12 +154,13 @@ def requests_of(
     site: Site,
     body: SamplingFields,
     prompts: Sequence[Sequence[int]],
+    bias: Mapping[int, float],
     guide: Callable[[], Guide] | None = None,
     tenant: str = "",
 ) -> list[Generate]:
     """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ..., s + n - 1.
 
-    s is the body's seed or, if the body has none, a random number.
+    s is the body's seed or, if the body has none, a random number. `bias` is that of `bias_of`.
 
     Raises:
         Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.
@@ -154,19 +171,19 @@ def requests_of(
     except ValueError as error:
         raise Refusal(400, str(error)) from error
     named = {
-        "logit_bias": body.bias,
+        "logit_bias": bias,
         "allowed_token_ids": body.allowed_token_ids,
         "stop_token_ids": body.stop_token_ids,
     }
     for field, tokens in named.items():
-        if wrong := [token for token in tokens or () if token >= site.model.config.vocab_size]:
+        if wrong := [token for token in tokens or () if not 0 <= token < site.model.config.vocab_size]:
             last = site.model.config.vocab_size - 1
             raise Refusal(400, f"{field} has token {wrong[0]}: token ids are from 0 to {last}", param=field)
     seed = uuid4().int % SEEDS if body.first_seed is None else body.first_seed
     limit = site.model.max_new_tokens(body.limit, site.context)
     if body.min_tokens > max(limit, 1):
         raise Refusal(400, f"min_tokens={body.min_tokens} exceeds max_tokens={limit}: lower it", param="min_tokens")
-    shown = frozenset() if body.skip_special_tokens else special_ids(site)
+    shown = frozenset() if body.skip_special_tokens else special_ids(site, ends=body.ignore_eos)
     found = []
     for prompt in prompts:
         room = site.context - len(prompt)
@@ -182,7 +199,7 @@ def requests_of(
             max_new_tokens=max(1, min(limit, room)),  # an engine's answer has at least one token
             stop=body.stops,
             sampling=sampling,
-            bias=body.bias,
+            bias=bias,
             top_logprobs=body.ranks or 0,
             prompt_logprobs=_prompt_ranks(body),
             guide=guide,
@@ -203,9 +220,11 @@ def _prompt_ranks(body: SamplingFields) -> int | None:
     return max((ranks for ranks in asked if ranks is not None), default=None)
 
 
-def special_ids(site: Site) -> frozenset[int]:
-    """Return the ids of the special tokens that do not end an answer."""
+def special_ids(site: Site, *, ends: bool) -> frozenset[int]:
+    """Return the ids of the special tokens; those that end an answer only with `ends`."""
     if site.model.tokenizer is None:
         return frozenset()
     added = site.model.tokenizer.backend.get_added_tokens_decoder()
-    return frozenset(id for id, token in added.items() if token.special) - {*site.model.config.eos_ids}
+    return frozenset(
+        id for id, token in added.items() if token.special and (ends or id not in site.model.config.eos_ids)
+    )

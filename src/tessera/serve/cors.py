@@ -8,10 +8,16 @@ from collections.abc import Iterable
 
 from starlette.middleware.cors import CORSMiddleware
 
-LOCAL = r"(?i:localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?"
-"""Pattern of a host and port on this machine."""
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s,*]+")
+LOCAL = r"(?i:([a-z0-9-]+\.)*localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?"
+"""Pattern of a host and port on this machine. Browsers resolve every name that ends with .localhost to it."""
+ORIGIN = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[^/?#@\s,*:\[\]]+)(?::(?P<port>[0-9]+))?"
+)
 """Pattern of an origin that `--cors` may name."""
+PORTS = {"http": "80", "https": "443"}
+"""Scheme -> port that browsers leave out."""
+DIFFERENT = {"ß", "ς", "\u200c", "\u200d"}
+"""Characters that browsers encode by IDNA 2008, but Python by IDNA 2003."""
 SHOWN = ("x-request-id", "retry-after")
 """Headers of an answer that a page may read, besides those that every page may."""
 AGE_S = 600
@@ -24,17 +30,29 @@ def origins(given: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: one is neither an origin nor "*".
     """
-    found = tuple(each.strip().rstrip("/").lower() for each in given)
-    for each in found:
-        if each == "null":
-            raise ValueError(
-                "--cors null would let in every page on the web, by a sandboxed frame: use *, or an origin"
-            )
-        if each != "*" and not ORIGIN.fullmatch(each):
-            raise ValueError(
-                f"--cors {each!r:.200} is no origin: give scheme, host and port, such as https://chat.example.org, or *"
-            )
-    return found
+    return tuple(_sent(each.strip().rstrip("/").lower()) for each in given)
+
+
+def _sent(each: str) -> str:
+    """Return an origin as browsers send it: with Punycode instead of other letters, and without the usual port."""
+    if each == "*":
+        return each
+    if each == "null":
+        raise ValueError("--cors null would let in every page on the web, by a sandboxed frame: use *, or an origin")
+    found = ORIGIN.fullmatch(each)
+    if found is None:
+        raise ValueError(
+            f"--cors {each!r:.200} is no origin: give scheme, host and port, such as https://chat.example.org, or *"
+        )
+    scheme, host, port = found["scheme"], found["host"], found["port"]
+    if not host.isascii():
+        try:
+            host = "" if DIFFERENT & {*host} else host.encode("idna").decode()
+        except UnicodeError:
+            host = ""
+        if not host:
+            raise ValueError(f"--cors {each!r:.200} has a host that browsers write otherwise: give its xn-- form")
+    return f"{scheme}://{host}" + ("" if port in (None, PORTS.get(scheme)) else f":{port}")
 
 
 class Cors(CORSMiddleware):

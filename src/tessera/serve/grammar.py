@@ -38,6 +38,18 @@ REQUEST_S, TOKEN_S = 0.3, 0.01
 """Seconds of processor time that the grammars of a request's answers together may take on the engine's thread: in a
 burst, and per token on average. All other requests wait for it. Harmless schemas take less than half of it."""
 
+ESCAPE = re.compile(r"(?s)\\.")
+ASCII = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+    r"\s": r"[ \t\n\r\f\v]",
+    r"\S": r"[^ \t\n\r\f\v]",
+}
+"""Class of characters in a regex -> what other servers take it for, also inside [...]. llguidance takes it for all of
+Unicode."""
+
 WORKER = Path(__file__).with_name("grammar_worker.py")
 COMPILE_S, WAIT_S = 2.0, 6.0
 """Maximum seconds of processor time to compile a schema, which is the schema's fault if they are exceeded, and maximum
@@ -83,6 +95,8 @@ class Grammars:
             )
         if form.kind == "json":
             text = json.dumps(prepared(json.loads(text)))
+        elif form.kind == "regex":
+            text = ESCAPE.sub(lambda found: ASCII.get(found[0], found[0]), text)
         elif form.kind == "grammar":
             _check_schemas_in(text)
         grammar = self._tried(form.kind, text, name)
@@ -206,4 +220,6 @@ def _refused(error: str, name: str) -> ValueError:
     reason, _, _ = error.partition("\n<state>")  # the parser's state, and the whole grammar
     if reason == "NoExtensionBias":
         reason = "no text follows it"
+    if reason.startswith("oneOf constraints are not supported"):
+        reason = "it cannot tell that at most one schema of a oneOf holds: use anyOf"
     return ValueError(f"llguidance refuses the {name}: {reason[:300]}")

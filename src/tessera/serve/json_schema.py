@@ -5,9 +5,10 @@ of distinct values out of a few are listed, because llguidance does not know `un
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from itertools import permutations
 from typing import Any
 
 from tessera.serve.tools import subschemas
@@ -38,14 +39,27 @@ NEUTRAL = {
     "dependencies": ({},),
 }
 """Keyword that llguidance refuses -> its values that have no effect."""
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 ARRANGEMENTS = 400
 """Maximum number of lists of distinct values: all lists of up to five out of five are 326."""
 NOTES = {"title", "description", "default", "examples", "$comment", "deprecated"}
-LISTED = {"type", "items", "uniqueItems", "minItems", "maxItems"} | NOTES
+LISTED = {"type", "items", "prefixItems", "uniqueItems", "minItems", "maxItems"} | NOTES
 """Keywords that a list of distinct values may have."""
-ITEM = {"type", "enum", "const", "anyOf", "oneOf", "$ref"} | NOTES
+SOURCES = {"enum", "const", "anyOf", "oneOf", "$ref"}
+"""Keywords that list such values; their schema has one of them, or a type of few values."""
+ITEM = {"type"} | SOURCES | NOTES
 """Keywords that the schema of such a value may have."""
-TYPES = {"string": str, "boolean": bool, "null": type(None), "number": float, "integer": int}
+FEW = {"boolean": (False, True), "null": (None,)}
+"""Type -> its values, where these are few."""
+TYPES = {
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "number": (int, float),
+    "integer": (int,),
+    "array": (list,),
+    "object": (dict,),
+}
 
 
 def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +79,9 @@ def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
         for keyword, partner in PARTNERS.items():
             if keyword in part and partner not in part and partner not in referred:
                 del part[keyword]
+        for keyword in COUNTS:
+            if isinstance(count := part.get(keyword), float) and count.is_integer():
+                part[keyword] = int(count)
         if "if" in part and not part.keys() & {"then", "else"}:
             del part["if"]
         for keyword, values in NEUTRAL.items():
@@ -73,6 +90,10 @@ def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
     for part in parts:
         if part.get("uniqueItems") is True:
             _list_distinct(part, found)
+    for part in parts:
+        if "anyOf" not in part and (values := _choices({"oneOf": part.get("oneOf")}, found)):
+            del part["oneOf"]
+            part["anyOf"] = [{"enum": values}]
     return found
 
 
@@ -92,51 +113,97 @@ def check(schema: Mapping[str, Any]) -> None:
 
 def _list_distinct(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
     """Replace a list of distinct values by all such lists."""
-    least, most = part.get("minItems", 0), part.get("maxItems")
+    least, most, types = part.get("minItems", 0), part.get("maxItems", sys.maxsize), part.get("type")
     if most in (0, 1) and most is not True:
         del part["uniqueItems"]
         return
-    values = _choices(part.get("items"), schema)
-    if values is None or part.get("type") != "array" or part.keys() - LISTED or not isinstance(least, int):
+    others = [each for each in types if each != "array"] if isinstance(types, list) and "array" in types else None
+    lists = None
+    if (types == "array" or others is not None) and not part.keys() - LISTED and _counts(least, most):
+        lists = _lists(part, schema, least, most)
+    if lists is None:
         raise ValueError(
             "uniqueItems=true is supported only for arrays whose items are an enum or constants: list the values, or "
             "leave uniqueItems out"
         )
-    most = min(most, len(values)) if isinstance(most, int) else len(values)
-    number, lists = 0, 1  # in all, and of `count` values
-    for count in range(most + 1):
-        number, lists = number + lists * (count >= least), lists * (len(values) - count)
-        if lists > ARRANGEMENTS and count < most:
-            number = lists
-            break
-    if number > ARRANGEMENTS:
-        raise ValueError(
-            f"uniqueItems=true allows over {ARRANGEMENTS} lists of the {len(values)} values: lower maxItems, or leave "
-            "uniqueItems out"
-        )
     part.clear()
-    part["enum"] = [list(one) for count in range(least, most + 1) for one in permutations(values, count)]
+    part["anyOf" if others else "enum"] = [{"enum": lists}, {"type": others}] if others else lists
 
 
-def _choices(items: Any, schema: Mapping[str, Any], depth: int = 8) -> Sequence[Any] | None:
-    """Return the values that a schema lists, each once; None if it lists none."""
-    if not isinstance(items, dict) or not depth or items.keys() - ITEM:
+def _counts(*values: Any) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _lists(part: Mapping[str, Any], schema: Mapping[str, Any], least: int, most: int) -> list[list[Any]] | None:
+    """Return all lists of distinct values that an array's schema allows; None if it does not list the values."""
+    first, rest = part.get("prefixItems", ()), part.get("items")
+    if not isinstance(first, list | tuple):
         return None
-    if "$ref" in items:
-        return _choices(_referred(items["$ref"], schema), schema, depth - 1)
+    places = [_choices(items, schema) for items in first]
+    others = [] if rest is False else _choices(rest, schema)
+    if None in places or (others is None and most > len(places)):
+        return None
+    found: list[list[Any]] = []
+    lists: list[tuple[Any, ...]] = [()]  # of `count` values, which `keys` holds in the form that `_key` gives them
+    keys: list[set[str]] = [set()]
+    for count in range(most + 1):
+        found += [list(one) for one in lists] if count >= least else []
+        values = places[count] if count < len(places) else others or ()
+        more = len(lists) * (len(values) - count) if count < most else 0
+        if max(len(found), more) > ARRANGEMENTS:
+            raise ValueError(
+                f"uniqueItems=true allows over {ARRANGEMENTS} lists of the {len(values)} values: lower "
+                "maxItems, or leave uniqueItems out"
+            )
+        known = [(value, _key(value)) for value in values]
+        longer = [
+            ((*one, value), own | {key}) for one, own in zip(lists, keys) for value, key in known if key not in own
+        ]
+        if not longer:
+            break
+        lists, keys = [one for one, _ in longer], [own for _, own in longer]
+    return found
+
+
+def _choices(items: Any, schema: Mapping[str, Any], depth: int = 8) -> list[Any] | None:
+    """Return the values that a schema lists, each once; None if it lists none."""
+    if not isinstance(items, dict) or not depth or items.keys() - ITEM or len(items.keys() & SOURCES) > 1:
+        return None
+    types = items.get("type", list(TYPES))
+    types = types if isinstance(types, list) else [types]
     found: list[Any] | None = None
-    if "const" in items:
+    if "$ref" in items:
+        found = _choices(_referred(items["$ref"], schema), schema, depth - 1)
+    elif "const" in items:
         found = [items["const"]]
     elif isinstance(items.get("enum"), list):
         found = items["enum"]
-    elif items.get("type") in ("boolean", "null"):
-        found = [False, True] if items["type"] == "boolean" else [None]
+    elif not items.keys() & SOURCES and all(str(each) in FEW for each in types):
+        found = [value for each in types for value in FEW[each]]
     elif isinstance(parts := items.get("anyOf", items.get("oneOf")), list):
         lists = [_choices(part, schema, depth - 1) for part in parts]
         found = None if None in lists else [value for values in lists for value in values]
-    if found is None or ("type" in items and any(type(value) is not TYPES.get(str(items["type"])) for value in found)):
+        if found and "oneOf" in items:
+            times = Counter(map(_key, found))  # a value that two schemas of a oneOf list is excluded
+            found = [value for value in found if times[_key(value)] == 1]
+    known = {kind for each in types for kind in TYPES.get(str(each), ())}
+    if found is None or any(type(value) not in known for value in found):
         return None
-    return list({json.dumps(value): value for value in found}.values())
+    return list({_key(value): value for value in reversed(found)}.values())[::-1]
+
+
+def _key(value: Any) -> str:
+    """Return a text that is the same for equal JSON values: 1 and 1.0, or objects in another order."""
+    return json.dumps(_without_fractions(value), sort_keys=True)
+
+
+def _without_fractions(value: Any) -> Any:
+    """Return a JSON value with integers in place of floats that equal them."""
+    if isinstance(value, list):
+        return [_without_fractions(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _without_fractions(part) for name, part in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _referred(reference: Any, schema: Mapping[str, Any]) -> Any:

@@ -8,14 +8,15 @@ have none. `forms` has the fields that restrict an answer's text. `top_k`, `min_
 """
 
 import json
-from math import inf
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from tessera.runtime.limits import RANKS
 from tessera.runtime.sampling import KINDS
-from tessera.serve.fields import IGNORED, NEUTRAL
+from tessera.serve.fields import IGNORED, NEUTRAL, refusal_of
 from tessera.serve.forms import Form, FormFields, json_form
 from tessera.serve.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
 from tessera.serve.schema import Refusal, Schema
@@ -38,6 +39,7 @@ RESERVED = {"self", "messages", "tools", "add_generation_prompt", "continue_fina
 """Names that `chat_template_kwargs` may not have."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BiasText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -51,15 +53,18 @@ def _with_id(parts: list[int | str]) -> list[int | str]:
 
 Mixed = Annotated[list[Id | Text], Field(min_length=1, fail_fast=True), AfterValidator(_with_id)]
 """One prompt of token ids and texts, as llama.cpp takes it."""
-Prompts = Annotated[list[Text | Ids | Mixed], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Prompts = Annotated[list[str | Ids | Mixed], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = str | list[int] | list[int | str]
 """A prompt: a text, token ids, or both."""
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasMap = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)]
-BiasPair = Annotated[tuple[Id, Bias | Literal[False]], Field(strict=False)]  # JSON has no tuples
+BiasMap = Annotated[dict[BiasText, Bias | Literal[False]], Field(max_length=MAX_BIASES)]
+"""Biases by token id, as text, or by text; False forbids the token."""
+BiasPair = Annotated[tuple[Id | BiasText, Bias | Literal[False]], Field(strict=False)]  # JSON has no tuples
 BiasPairs = Annotated[list[BiasPair], Field(max_length=MAX_BIASES)]
-"""Biases as llama.cpp takes them; False forbids the token."""
+"""Biases as llama.cpp takes them."""
+NUMBER = re.compile("[+-]?[0-9]+")
+"""Pattern of a token id in an object's keys; every other key is a text."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
@@ -84,13 +89,14 @@ class SamplingFields(FormFields):
     n_predict: Annotated[int, Field(ge=-1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
@@ -113,14 +119,17 @@ class SamplingFields(FormFields):
         if self.prompt_logprobs is not None and self.stream:
             said = "prompt_logprobs cannot be streamed: set stream=false, or use echo and logprobs of /v1/completions"
             raise Refusal(400, said, param="prompt_logprobs")
+        if self.best_of not in (None, self.n):
+            raise Refusal(400, refusal_of("best_of"), param="best_of")
         self.form()
         super().check(context)
 
     @property
-    def bias(self) -> dict[int, float]:
-        """Number to add to the logit of each token id; -inf forbids the token."""
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias or ()
-        return {int(token): -inf if value is False else value for token, value in pairs}
+    def biases(self) -> list[tuple[int | str, float | Literal[False]]]:
+        """Pairs of a token id, or of a text, and its bias; False forbids the token."""
+        if not isinstance(self.logit_bias, dict):
+            return self.logit_bias or []
+        return [(int(key) if NUMBER.fullmatch(key) else key, value) for key, value in self.logit_bias.items()]
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -145,13 +154,15 @@ class SamplingFields(FormFields):
     def sampling(self) -> dict[str, float]:
         """Return the sampling parameters that the request sets."""
         given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
-        return given | ({"top_k": 0} if self.top_k == -1 else {})  # both keep all tokens
+        if self.top_p == 0:  # only the best token
+            given |= {"top_k": 1, "top_p": 1.0}
+        return given | ({"top_k": 0} if given.get("top_k") == -1 else {})  # both keep all tokens
 
 
 class CompletionBody(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Ids | Prompts | Mixed
+    prompt: str | Ids | Prompts | Mixed
     echo: bool = False
     logprobs: Ranks | None = None
     add_special_tokens: bool = True
@@ -185,10 +196,7 @@ class CompletionBody(SamplingFields):
         """Raise Refusal if a prompt cannot fit in `context` tokens."""
         super().check(context)
         for prompt in self.prompts:
-            for part in [prompt] if isinstance(prompt, str) else prompt:
-                if isinstance(part, str):
-                    _check_length(part, context, "prompt")
-            _check_length(prompt, context, "prompt")
+            _check_parts([prompt] if isinstance(prompt, str) else prompt, context, "prompt")
 
 
 class Conversation(Schema):
@@ -284,24 +292,39 @@ class ChatBody(SamplingFields, Conversation):
 
 
 class TokenizeBody(Conversation):
-    """Body of POST /tokenize: a text, as `prompt` (vLLM) or `content` (llama.cpp), or a conversation."""
+    """Body of POST /tokenize: a text, as `prompt` (vLLM) or `content` (llama.cpp), or a conversation.
 
-    ignored = IGNORED
-    neutral = {"parse_special": (True,), "mm_processor_kwargs": ({},), "tool_choice": ("auto",)}
+    It may be the whole body of a completion or chat completion; fields that change no prompt are ignored.
+    """
+
+    ignored = {*IGNORED, *CompletionBody.model_fields, *ChatBody.model_fields} - {
+        *Conversation.model_fields,
+        *("model", "prompt", "add_special_tokens", "tool_choice"),
+    }
+    neutral = ChatBody.neutral | {"parse_special": (True,)}
+    neutral = {name: values for name, values in neutral.items() if name != "add_special_tokens"}
 
     model: str | None = None
     prompt: str | None = None
-    content: str | None = None
+    content: str | Annotated[list[Id | str], Field(fail_fast=True)] | None = None
     messages: Messages | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
+    parse_special: bool = True
     return_token_strs: bool = False
     with_pieces: bool = False
 
     @property
-    def text(self) -> str | None:
-        """The text; None if there is a conversation."""
-        return self.content if self.prompt is None else self.prompt
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else super().offered
+
+    @property
+    def parts(self) -> list[int | str] | None:
+        """The text, or the token ids and texts; None if there is a conversation."""
+        given = self.content if self.prompt is None else self.prompt
+        return [given] if isinstance(given, str) else given
 
     @property
     def adds_special(self) -> bool:
@@ -313,14 +336,17 @@ class TokenizeBody(Conversation):
         """Raise Refusal if there is not one text or conversation, or it cannot fit in `context` tokens."""
         if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
             raise Refusal(400, "send one of prompt, content and messages", param="prompt")
+        if self.messages is not None and not self.parse_special:
+            said = "parse_special=false: only the template's own marks are tokens in messages; leave it out"
+            raise Refusal(400, said, param="parse_special")
         super().check(context)
-        _check_length(self.text or "", context, "content" if self.prompt is None else "prompt")
+        _check_parts(self.parts or (), context, "content" if self.prompt is None else "prompt")
 
 
 class DetokenizeBody(Schema):
     """Body of POST /detokenize."""
 
-    tokens: Ids
+    tokens: Annotated[list[Id], Field(fail_fast=True)]
     model: str | None = None
 
 
@@ -330,7 +356,14 @@ def _limit(*given: int | None) -> int | None:
     return None if found == -1 else found
 
 
-def _check_length(prompt: str | list[int], context: int, param: str) -> None:
+def _check_parts(parts: Sequence[int | str], context: int, param: str) -> None:
+    for part in parts:
+        if isinstance(part, str):
+            _check_length(part, context, param)
+    _check_length(parts, context, param)
+
+
+def _check_length(prompt: str | Sequence[int | str], context: int, param: str) -> None:
     unit, limit = ("characters", context * CHARACTERS) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > limit:
         said = f"{param} has {len(prompt):,} {unit}, but may have at most {limit:,}: shorten it"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 class Schema(BaseModel):
     """A JSON object without unknown fields. Values are never converted: a number given as the string "1" is refused.
+    But 1.0 is the integer 1, as JSON Schema says: some languages write all numbers so.
 
     A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
 
@@ -28,7 +29,7 @@ class Schema(BaseModel):
         if not isinstance(given, dict):
             return given
         return {
-            name: value
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
             for name, value in given.items()
             if not (value is None or name in cls.ignored or _is_in(value, cls.neutral.get(name, ())))
         }

@@ -113,7 +113,9 @@ class Service:
             most = self.room // 2 if self.shared else self.room
             if len(requests) > most:
                 raise Refusal(
-                    400, f"{len(requests)} answers are more than the {most} that one request may have: ask for fewer"
+                    400,
+                    f"{len(requests)} answers are more than the {most} that one request may have here: send fewer "
+                    "prompts or a smaller n, or start the server with a larger --queue or --slots",
                 )
             kept = len(requests) + self._held_by(requests[0][0].tenant) if self.shared else 0  # for other tenants
             if self.open + len(requests) + kept > self.room:

@@ -4,7 +4,7 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 
-from tessera.serve.asking import render, templated
+from tessera.serve.asking import encode_parts, render, templated
 from tessera.serve.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from tessera.serve.reference import described
 from tessera.serve.schema import Refusal
@@ -19,11 +19,11 @@ def add_tokens(app: FastAPI, site: Site) -> None:
     async def tokenize(request: Request) -> dict:
         body = await site.bodies.of(request, TokenizeBody)
         check_model(site, body.model)
-        if body.text is None:
+        if body.parts is None:
             tokens = await in_turn(request, site.encoding, render, site, body)
         else:
-            encode = partial(tokenizer_of(site).encode, add_special=body.adds_special)
-            tokens = await in_turn(request, site.encoding, encode, body.text)
+            encode = partial(encode_parts, add_special=body.adds_special, parse_special=body.parse_special)
+            tokens = await in_turn(request, site.encoding, encode, site, body.parts)
         found = {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
         if body.return_token_strs:
             found["token_strs"] = [tokenizer_of(site).backend.id_to_token(token) for token in tokens]
@@ -42,8 +42,8 @@ def add_tokens(app: FastAPI, site: Site) -> None:
         body = await site.bodies.of(request, DetokenizeBody)
         check_model(site, body.model)
         tokenizer = tokenizer_of(site)
-        if max(body.tokens) >= tokenizer.vocab_size:
-            said = f"tokens has {max(body.tokens)}: token ids are from 0 to {tokenizer.vocab_size - 1}"
+        if (last := max(body.tokens, default=0)) >= tokenizer.vocab_size:
+            said = f"tokens has {last}: token ids are from 0 to {tokenizer.vocab_size - 1}"
             raise Refusal(400, said, param="tokens")
         text = tokenizer.decode(body.tokens, skip_special=False)
         return {"prompt": text, "content": text}  # for vLLM's clients and for llama.cpp's
