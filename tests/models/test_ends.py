@@ -109,6 +109,17 @@ def test_ends_of_a_folder(base, tmp_path, generation, config, eos, template, ids
     assert tessera.load(tmp_path / "again").config.eos_ids == ids
 
 
+def test_a_barred_name_ends_an_answer_as_a_piece_of_the_vocabulary_too(base, tmp_path):
+    tokenizer = read_tokenizer(base)
+    raw = json.loads(tokenizer.backend.to_str())
+    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] != "<|im_end|>"]
+    folder = tmp_path / "model"
+    tessera.save(replace(tessera.load(base), tokenizer=replace(tokenizer, chat_template="<|im_end|>")), folder)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert 265 in tessera.load(folder).config.eos_ids
+
+
 def test_without_any_end_a_warning_says_so(base, tmp_path, caplog):
     model = tessera.load(base)
     tessera.save(replace(model, tokenizer=None, config=replace(model.config, eos_ids=())), tmp_path / "none")

@@ -1,5 +1,6 @@
 """Downloads from the hub take only the files that are read; a folder on disk is the hub's side of the network."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_only_the_files_that_are_read_are_downloaded(hub, name):
     own = {path.name for path in (GOLDEN / name).iterdir() if path.suffix in (".json", ".safetensors")}
     assert set(taken) == own | {"tokenizer.json", "chat_template.jinja", template}
     assert len(taken) == len(set(taken))
+    load_params(folder, read_config(folder))
+
+
+def test_an_index_that_remains_from_other_weights_is_ignored(hub, tmp_path):
+    shard = "model-00001-of-00002.safetensors"
+    taken = hub(GOLDEN / "llama3", shard)
+    (tmp_path / "remote" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": shard}}))
+    folder = resolve("owner/name")
+    assert "model.safetensors" in taken
+    assert shard not in taken
     load_params(folder, read_config(folder))
 
 

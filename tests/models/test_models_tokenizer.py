@@ -232,6 +232,116 @@ def test_tokens_that_only_the_settings_list_are_added(plain, tmp_path):
     assert shown.decode([264]) == "<|a|>"
 
 
+def edited(plain, folder, backend: dict | None = None, **files) -> Tokenizer:
+    """Save the byte tokenizer, change tokenizer.json's fields and write other JSON files, and load the folder."""
+    plain.save(folder)
+    files["tokenizer"] = json.loads((folder / "tokenizer.json").read_text()) | (backend or {})
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return load_tokenizer(folder)
+
+
+LLAMA = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+OTHER = LLAMA | {"tokenizer_class": "PreTrainedTokenizerFast"}
+UNNAMED = {"bos_token": "<|bos|>", "add_bos_token": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_bos", "ids"),
+    [
+        (LLAMA | {"add_bos_token": True}, False, [256, 97]),  # DeepSeek-R1-Distill-Qwen's files
+        (LLAMA | {"add_bos_token": False}, True, [97]),
+        (LLAMA | {"add_eos_token": True}, False, [256, 97, 257]),
+        (LLAMA | {"add_bos_token": False, "add_eos_token": True}, True, [97, 257]),
+        (LLAMA | {"add_bos_token": None, "add_eos_token": None}, True, [256, 97]),
+        (LLAMA, False, [97]),
+        (LLAMA | {"add_bos_token": True, "bos_token": None}, True, [97]),
+        (LLAMA | {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}, False, [256, 97]),
+        (OTHER | {"add_bos_token": True}, False, [97]),  # transformers reads neither key for this class
+        (OTHER | {"add_bos_token": False}, True, [256, 97]),
+        (UNNAMED, True, [97]),  # the class follows from config.json
+    ],
+)
+def test_settings_for_the_tokens_around_a_text(plain, tmp_path, settings, has_bos, ids):
+    backend = {} if has_bos else {"post_processor": None}
+    tokenizer = edited(plain, tmp_path, backend, tokenizer_config=settings, config={"model_type": "llama"})
+    tokenizer.save(tmp_path / "again")
+    for found in (tokenizer, load_tokenizer(tmp_path / "again")):
+        assert (found.encode("a"), found.encode("a", add_special=False)) == (ids, [97])
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        ({"added_tokens": {END: 264, "<|a|>": 265}, "tokenizer_config": {"eos_token": END}}, [END, "<|a|>"]),
+        ({"tokenizer_config": {"eos_token": END}}, [END]),
+        ({"special_tokens_map": {"eos_token": {"content": END, "lstrip": False}}, "tokenizer_config": {}}, [END]),
+        (
+            {"tokenizer_config": {"additional_special_tokens": ["<|a|>"], "pad_token": "<|b|>", "eos_token": END}},
+            [END, "<|b|>", "<|a|>"],
+        ),
+        ({"tokenizer_config": {"extra_special_tokens": {"image_token": END}}}, [END]),
+        ({"tokenizer_config": {"added_tokens_decoder": {}, "eos_token": END}, "added_tokens": {"<|a|>": 264}}, [END]),
+    ],
+)
+def test_tokens_that_only_other_files_name_are_added(plain, tmp_path, files, tokens):
+    tokenizer = edited(plain, tmp_path, **files)
+    ids = list(range(264, 264 + len(tokens)))
+    tokenizer.save(tmp_path)  # which removes added_tokens.json
+    for found in (tokenizer, load_tokenizer(tmp_path)):
+        assert found.encode("".join(tokens), add_special=False) == ids
+        assert found.decode([97, found.backend.token_to_id(END)]) == "a"
+        assert found.vocab_size == 264 + len(tokens)
+
+
+def test_named_tokens_without_an_embedding_are_left_out_and_said(plain, tmp_path, caplog):
+    settings = {"eos_token": END, "pad_token": "<|b|>", "bos_token": "<|bos|>"}
+    tokenizer = edited(plain, tmp_path, tokenizer_config=settings, config={"vocab_size": 264})
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (264, None, 256)
+    assert f"ignoring the special tokens {END}, <|b|>, which the vocabulary lacks" in caplog.text
+    caplog.clear()
+    assert edited(plain, tmp_path, tokenizer_config=settings, config={"vocab_size": 266}).eos_id == 264
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("raw", [{END: "264"}, {"": 264}, {END: -1}])
+def test_added_tokens_without_ids_are_refused(plain, tmp_path, raw):
+    with pytest.raises(ValueError, match=r"added_tokens\.json must hold an object that maps tokens to ids below"):
+        edited(plain, tmp_path, tokenizer_config={}, added_tokens=raw)
+
+
+def test_flags_of_the_settings_win(plain, tmp_path):
+    """As in transformers: of two files that give a token different flags, tokenizer_config.json is right."""
+    plain.backend.add_tokens([tokenizers.AddedToken(END, special=False)])
+    tokenizer = with_added(plain, tmp_path, {264: END, 259: "<|user|>"}, lstrip=True)
+    assert tokenizer.encode(f"a {END}", add_special=False) == [97, 264]
+    assert tokenizer.decode([97, 264]) == "a"
+    shown = with_added(plain, tmp_path, {264: END, 259: "<|user|>"}, special=False, normalized=True)
+    assert shown.decode([97, 264, 259]) == f"a{END}<|user|>"
+    assert not shown.backend.get_added_tokens_decoder()[259].special
+    by_list = edited(plain, tmp_path, tokenizer_config={"additional_special_tokens": [END]})
+    assert by_list.decode([97, 264]) == "a"
+
+
+def test_a_padding_token_of_one_character_stays_text(plain, tmp_path):
+    assert edited(plain, tmp_path, tokenizer_config={"pad_token": "!"}).decode([97, 33]) == "a!"
+
+
+@pytest.mark.parametrize(
+    ("value", "chat", "tools"),
+    [({"default": "D", "tool_use": "T"}, "D", "T"), ({"rag": "R"}, "R", "R"), ("", None, None), ({}, None, None)],
+)
+def test_templates_as_an_object_and_empty_templates(plain, tmp_path, value, chat, tools):
+    plain.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    found = load_tokenizer(tmp_path)
+    assert (found.chat_template, found.tool_template or found.chat_template) == (chat, tools)
+
+
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [

@@ -87,8 +87,9 @@ def folder_ends(
         return _collected(named, {})
     backend, size = tokenizer.backend, raw["config.json"]["vocab_size"]
     added = backend.get_added_tokens_decoder()
-    marks = {index for index, token in added.items() if token.special or token.content in BARRED}
-    special = {added[index].content: index for index in marks if index < size}
+    special = {token.content: index for index, token in added.items() if token.special}
+    special |= {name: index for name in BARRED if (index := backend.token_to_id(name)) is not None}
+    special = {name: index for name, index in special.items() if index < size}
     ours = {special[name] for name in by_name(special)}
     if (eos := tokenizer.eos_id) is not None and eos < size:
         named["the tokenizer's eos_token"] = (eos,)

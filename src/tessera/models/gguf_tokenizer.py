@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from tessera.core.escapes import escaped, quoted
 from tessera.models.gguf_file import GgufFile
+from tessera.models.special_tokens import surround
 from tessera.models.tokenizer import DEFAULT, Tokenizer
 from tessera.models.tokenizer_files import choose_templates
 
@@ -278,20 +279,5 @@ def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool)
             around.append((role, token))
     if around:
         before, after = ([token for role, token in around if role == which] for which in ("bos", "eos"))
-        backend.post_processor = _surround(before, after, vocab.ids)
+        backend.post_processor = surround(backend, before, after)
     return specials
-
-
-def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Build a post-processor that adds these tokens before and after each text."""
-    second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
-    try:
-        return processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=[*before, "$A", *after, *second],
-            special_tokens=[(token, ids[token]) for token in dict.fromkeys([*before, *after])],
-        )
-    except Exception as error:  # the library has no narrower class
-        raise ValueError(
-            f"the tokenizers library refused the special tokens {escaped([*before, *after])} ({escaped(error)})"
-        ) from error

@@ -27,9 +27,11 @@ def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -
         small = {"allow_patterns": ["*.json", "*.jinja", "tokenizer.model"], "ignore_patterns": ["*/*.json"]}
         folder = Path(snapshot_download(name, **small))
         check(folder)
-        folder = Path(snapshot_download(name, allow_patterns=(shards := _shards(folder)) or [SINGLE]))
-        if shards or (folder / SINGLE).is_file():
+        folder = Path(snapshot_download(name, allow_patterns=[SINGLE]))
+        if (folder / SINGLE).is_file():  # an index that remains from other weights may name no file of the hub
             return folder
+        if shards := _shards(folder):
+            return Path(snapshot_download(name, allow_patterns=shards))
         names = HfApi().list_repo_files(name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,7 +24,8 @@ from tessera.models.tokenizer_fields import LibraryErrors
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 FILES = frozenset(
-    {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, TEMPLATE_FOLDER}
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
+    + [TEMPLATE_FILE, TEMPLATE_FOLDER]
 )
 """Files, and a folder of files, that `load_tokenizer` reads. Saving replaces or removes all of them, so that a
 tokenizer never gets the chat template of another one."""

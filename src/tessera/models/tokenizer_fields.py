@@ -66,13 +66,23 @@ MODEL_FIELDS = MappingProxyType(
     }
 )
 
-ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+ADDED_TOKENS = Rule(
+    f"an object that maps tokens to ids below {MAX_TOKENS}",
+    lambda value: isinstance(value, Mapping) and "" not in value and all(map(TOKEN.fits, value.values())),
+)
+ORDER = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Roles of special tokens, in the order in which transformers adds tokens that the vocabulary lacks."""
+NAMED = Rule(
+    "an object of templates",
+    lambda value: isinstance(value, Mapping) and all(map(TEXT.fits, value.values())),
+)
 SETTINGS = MappingProxyType(
     {
-        **dict.fromkeys(ROLES, maybe(either(TEXT, record({"content": TEXT}, "an object with a content")))),
+        **dict.fromkeys(ORDER, maybe(either(TEXT, record({"content": TEXT}, "an object with a content")))),
+        **dict.fromkeys(("add_bos_token", "add_eos_token"), maybe(TRUTH)),
         "added_tokens_decoder": maybe(BY_ID),
         "chat_template": maybe(
-            either(TEXT, items(record({"name": TEXT, "template": TEXT}, ""), "templates with names"))
+            either(TEXT, items(record({"name": TEXT, "template": TEXT}, ""), "templates with names"), NAMED)
         ),
     }
 )

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
-from tessera.core.escapes import quoted
 from tessera.core.fields import check_fields, parse_json, read_json
+from tessera.models.special_tokens import ADDED_FILE, add_listed, add_named, listed_tokens, named_tokens, surround_as_set
 from tessera.models.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, TOOL_USE, Tokenizer
-from tessera.models.tokenizer_fields import FLAGS, MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
+from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
@@ -33,15 +32,23 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which writes tokenizer.json"
         )
     backend = _read_backend(path)
-    settings = _read_settings(folder / "tokenizer_config.json")
-    _add_tokens(backend, settings.pop("added_tokens_decoder", None) or {}, folder / "tokenizer_config.json")
-    chat, tool = _read_templates(folder, settings.pop("chat_template", None))
+    settings_path = folder / "tokenizer_config.json"
+    settings, older = _read_settings(settings_path), _read_settings(folder / "special_tokens_map.json")
+    config = read_json(config_path) if (config_path := folder / "config.json").is_file() else {}
+    decoder, template = settings.pop("added_tokens_decoder", None), settings.pop("chat_template", None)
+    named = named_tokens(older, settings)
+    listed = listed_tokens(folder, decoder, named)
+    listing = folder / ADDED_FILE if decoder is None else settings_path
+    backend = add_listed(backend, listed, listing, update=decoder is not None)
+    add_named(backend, named, rows if isinstance(rows := config.get("vocab_size"), int) else None, folder)
     specials = {}
-    for source in (_read_settings(folder / "special_tokens_map.json"), settings):
+    for source in (older, settings):
         for role, token in source.items():
             content = token.get("content") if isinstance(token, Mapping) else token
             if role.endswith("_token") and isinstance(content, str):
                 specials[role] = content
+    surround_as_set(backend, settings, specials, config)
+    chat, tool = _read_templates(folder, template)
     settings = {key: value for key, value in settings.items() if key not in specials}
     return Tokenizer(backend=backend, specials=specials, chat_template=chat, tool_template=tool, settings=settings)
 
@@ -65,36 +72,6 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: Mapping[str, Any], path: Path) -> None:
-    """Add the tokens of tokenizer_config.json's added_tokens_decoder that tokenizer.json lacks.
-
-    Raises:
-        ValueError: the files give a token different ids, an id different tokens, or an id is not the next free one.
-    """
-    known = backend.get_added_tokens_decoder()
-    for number, token in sorted(((int(key), token) for key, token in tokens.items()), key=lambda item: item[0]):
-        content, found = token["content"], backend.token_to_id(token["content"])
-        if found == number and number in known:
-            continue
-        held = backend.id_to_token(number)
-        if found not in (None, number) or (found is None and held is not None):
-            other = (
-                f"{quoted(content)} has id {found}" if held is None or found is not None else f"it is {quoted(held)}"
-            )
-            raise ValueError(
-                f"{path} gives token {quoted(content)} the id {number} in added_tokens_decoder, but in tokenizer.json "
-                f"{other}: correct either file, or download both again"
-            )
-        flags = {flag: token[flag] for flag in FLAGS if token.get(flag) is not None}
-        with LibraryErrors(f"{path}: the tokenizers library refuses the token {quoted(content)}"):
-            backend.add_tokens([AddedToken(content, **flags)])
-        if (given := backend.token_to_id(content)) != number:
-            raise ValueError(
-                f"{path} gives token {quoted(content)} the id {number} in added_tokens_decoder, but the next free id "
-                f"of tokenizer.json is {given}: list the tokens between them, too"
-            )
-
-
 def _read_settings(path: Path) -> dict[str, Any]:
     """Read tokenizer_config.json or special_tokens_map.json; return {} if the file does not exist."""
     if not path.is_file():
@@ -109,7 +86,7 @@ def _read_templates(folder: Path, inline: Any) -> tuple[str | None, str | None]:
     """Return the template for chats and the template for chats with tools, each None if there is none.
 
     As in transformers, the files chat_template.jinja and additional_chat_templates/NAME.jinja replace `inline`, which
-    is the value of chat_template in tokenizer_config.json: a template, a list of named templates, or None.
+    is the value of chat_template in tokenizer_config.json: a template, a list or object of named templates, or None.
     """
     files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path := folder / TEMPLATE_FILE).is_file():
@@ -117,15 +94,17 @@ def _read_templates(folder: Path, inline: Any) -> tuple[str | None, str | None]:
     if files:
         return choose_templates({name: _read_text(path) for name, path in files.items()})
     if isinstance(inline, list):
-        return choose_templates({entry["name"]: entry["template"] for entry in inline})
-    return inline, None
+        inline = {entry["name"]: entry["template"] for entry in inline}
+    return choose_templates(inline if isinstance(inline, Mapping) else {DEFAULT: inline or ""})
 
 
 def choose_templates(named: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Choose the template for chats and the template for chats with tools from a model's named templates.
 
-    Without a template called "default", chats use the first one that is not for tools, or the only one.
+    Without a template called "default", chats use the first one that is not for tools, or the only one. An empty
+    template is none.
     """
+    named = {name: template for name, template in named.items() if template}
     others = [template for name, template in named.items() if name != TOOL_USE]
     tool = named.get(TOOL_USE)
     chat = named.get(DEFAULT, others[0] if others else tool)
