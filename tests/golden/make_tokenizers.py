@@ -42,7 +42,7 @@ TEXTS = [
 ]
 CUT_PRE = (
     "gpt-2 default smollm falcon qwen2 llama-bpe seed-coder tekken gpt-4o deepseek-coder deepseek-v3 bloom viking "
-    "deepseek-r1-qwen smaug-bpe"
+    "deepseek-r1-qwen smaug-bpe deepseek-llm"
 ).split()
 CUT_TEXTS = [
     *(text for text in TEXTS if "</s>" not in text and "\u2003" not in text),

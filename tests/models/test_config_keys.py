@@ -41,6 +41,12 @@ VICUNA = {"max_sequence_length": 16384, "rope_scaling": {"type": "linear", "fact
         ({"alibi": False, "num_experts": 0, "attn_logit_softcapping": None, "residual_multiplier": 1.0}, None),
         ({"position_embedding_type": "rope", "norm_type": "RMSNorm", "is_causal": True, "layer_norm_eps": 1e-5}, None),
         ({"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False}, None),
+        ({"activation": "swiglu", "activation_fn": "silu", "pos_emb": "rotary", "norm": "rms_norm"}, None),  # Falcon3
+        ({"n_layer": 2, "num_layers": 2, "n_head": 4, "n_heads": 4, "n_embd": 32, "d_model": 32}, []),
+        ({"norm_eps": 1e-5, "rms_norm_eps": 1e-5, "n_positions": 64, "max_position_embeddings": 64}, []),
+        ({"use_rotary_embeddings": True, "rope": None, "scale_attn_weights": True, "use_gated_mlp": True}, None),
+        ({"rotary_pct": 1.0, "rotary_dim": 8, "head_dim": 8, "no_rope_layers": [], "use_glu": True}, None),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, []),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True, "attn_factor": 1.0}}, []),
         ({"rope_parameters": {"rope_type": "default", "factor": 1.0, "original_max_position_embeddings": 64}}, []),
     ],
@@ -61,6 +67,12 @@ def test_unknown_keys_that_change_nothing_are_noted(keys, noted):
         ("quantization", {"group_size": 64, "bits": 4}),
         ("quant_dtype", "int8"),
         ("position_embedding_type", "alibi"),
+        *((key, [0, 0]) for key in ("no_rope_layers", "no_rope_layer_interval")),
+        *((key, False) for key in ("use_rotary_embeddings", "rope", "scale_attn_weights", "use_gated_mlp", "glu")),
+        *((key, 0) for key in ("rotary_dim", "rotary_pct", "use_rotary")),
+        *((key, "none") for key in ("position_embedding_type", "normalization", "activation")),
+        *((key, 5) for key in ("n_layer", "num_layers", "n_head", "rotary_dim", "n_positions")),
+        ("norm_eps", 1e-3),
         ("no_rope_layers", [1, 1, 0]),
         ("mlp", {"activation": "relu2"}),
         ("text_config", {"sub": [{"query_pre_attn_scalar": 256}]}),
@@ -69,6 +81,23 @@ def test_unknown_keys_that_change_nothing_are_noted(keys, noted):
 def test_unknown_keys_that_may_change_the_mathematics_are_refused(key, value):
     with pytest.raises(ValueError, match=re.escape(f"{key}=") + ".* is not supported.*: remove it from config.json"):
         parse_config(LLAMA | {key: value})
+
+
+FULL, SLIDING = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_rope_parameters_per_kind_of_layer():
+    both = {"full_attention": FULL, "sliding_attention": SLIDING}
+    assert parse_config(LLAMA | {"rope_parameters": {"full_attention": FULL}}).rope.theta == 5e5
+    assert parse_config(LLAMA | {"rope_parameters": both, "layer_types": ["full_attention"] * 2}).rope.theta == 5e5
+    with pytest.raises(ValueError, match="all layers must have the same ones"):
+        parse_config(LLAMA | {"rope_parameters": both})
+
+
+def test_dual_chunk_attention_names_the_context_without_it():
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    with pytest.raises(ValueError, match="more than 262144 tokens: .*remove it and set max_position_embeddings=262144"):
+        parse_config(LLAMA | {"dual_chunk_attention_config": chunks})
 
 
 def test_ignored_keys_are_logged_once(tmp_path, caplog):

@@ -61,8 +61,12 @@ def test_ends_of_a_gguf_file_by_key(tmp_path):
         "d": ("its name",),
         "e": ("tokenizer.ggml.eos_token_ids",),
     }
-    with pytest.raises(ValueError, match="eom_token_id=10, which is not one of its 10 tokens"):
-        gguf_ends(tmp_path, tokens, eom_token_id=10)
+    assert gguf_ends(tmp_path, tokens, eos_token_id=2**32 - 1, eom_token_id=10, eos_token_ids=[-1, 8, 10]) == {
+        "<|im_end|>": ("tokenizer.ggml.eos_token_ids", "its name"),
+        "<|fim_pad|>": ("its name",),
+    }
+    with pytest.raises(ValueError, match="eom_token_id='x', which is not the id of a token: it must be an integer"):
+        gguf_ends(tmp_path, tokens, eom_token_id="x")
 
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>")

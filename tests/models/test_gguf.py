@@ -232,8 +232,7 @@ def test_peak_memory_is_the_model_and_less_than_one_tensor(tmp_path):
         ({"llama.block_count": 2}, "model.layers.1"),
         ({"llama.context_length": 2**32 - 1}, "context_length"),
         ({"llama.embedding_length": 2**30}, "metadata calls for"),
-        ({"llama.vocab_size": 65}, "vocab_size=65"),
-        ({"tokenizer.ggml.eos_token_id": 64}, "eos_token_id=64"),
+        ({"tokenizer.ggml.eos_token_id": "64"}, "eos_token_id='64'"),
         ({"split.count": 3}, "split.count"),
         ({"general.alignment": 33}, "general.alignment=33"),
     ],
@@ -250,6 +249,19 @@ def test_metadata_refusals(tmp_path, changes, named):
     said = refusal(path)
     assert named in said
     assert "x.gguf" in said
+
+
+def test_values_that_contradict_the_embeddings_are_ignored_and_said(tmp_path, caplog):
+    metadata, tensors = tiny_model(64)
+    metadata |= {
+        "llama.vocab_size": 65,
+        "tokenizer.ggml.bos_token_id": 64,
+        "tokenizer.ggml.padding_token_id": 2**32 - 1,
+    }
+    config = read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors), note=True)
+    assert (config.vocab_size, config.bos_id) == (64, None)
+    said = "ignoring llama.vocab_size=65, tokenizer.ggml.bos_token_id=64, because the model has 64 tokens"
+    assert [said in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_uniform_lists_and_switched_off_keys_are_accepted(tmp_path):

@@ -145,6 +145,10 @@ def read_config(folder: str | os.PathLike, *, note: bool = False) -> ModelConfig
         config = gguf_config(file)
         _check_tensors(gguf_tensors(file, config), config, folder)  # before a size that the file claims is allocated
         _note(note, folder, gguf_model.unread_keys(file))
+        if note and (ignored := gguf_model.ignored_values(file)):
+            logger.warning(
+                "%s: ignoring %s, because the model has %d tokens", folder, ", ".join(ignored), config.vocab_size
+            )
         return config
     path = folder / "config.json"
     if not path.is_file():

@@ -112,7 +112,7 @@ def gguf_ends(file: GgufFile) -> tuple[End, ...]:
     type, and so it ends an answer of a Qwen model at the text "</s>".
 
     Raises:
-        ValueError: an id is not the row of an embedding.
+        ValueError: an id is not an integer.
     """
     meta, named = file.metadata, {}
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
@@ -153,26 +153,39 @@ def token_key(role: str) -> str:
 
 
 def file_token(file: GgufFile, role: str) -> int | None:
-    """Return the id of a GGUF file's special token with this role; None if the file gives none.
+    """Return the id of a GGUF file's special token with this role; None if the file gives none that has an embedding.
+
+    Converters write -1, or 2 ** 32 - 1, for a token that a model lacks.
 
     Raises:
-        ValueError: the id is not the row of an embedding.
+        ValueError: the value is not an integer.
     """
     value = file.metadata.get(token_key(role))
-    return None if value is None else _checked(file, token_key(role), value)
+    return None if value is None or not _has_row(file, token_key(role), value) else value
+
+
+def ignored_ids(file: GgufFile) -> list[str]:
+    """List the ids of special tokens of a GGUF file that have no embedding, as key=value.
+
+    A padding token is left out, because no answer or prompt of one sequence needs it.
+    """
+    given = {token_key(role): file.metadata.get(token_key(role)) for role in ("bos", "eos", "eot", "eom", "unknown")}
+    return [f"{key}={value}" for key, value in given.items() if value is not None and not _has_row(file, key, value)]
 
 
 def _more_ends(file: GgufFile) -> list[int]:
     """Return the ids under `tokenizer.ggml.eos_token_ids`, a list that Ollama's converter writes."""
     values = file.metadata.get(key := "tokenizer.ggml.eos_token_ids")
-    return [_checked(file, key, value) for value in (values.tolist() if isinstance(values, np.ndarray) else ())]
+    listed = values.tolist() if isinstance(values, np.ndarray) else ()
+    return [value for value in listed if _has_row(file, key, value)]
 
 
-def _checked(file: GgufFile, key: str, value: Any) -> int:
-    rows = file.tensors["token_embd.weight"].shape[0]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
-        raise ValueError(f"{file.path} has {key}={quoted(value)}, which is not one of its {rows} tokens")
-    return value
+def _has_row(file: GgufFile, key: str, value: Any) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(
+            f"{file.path} has {key}={quoted(value)}, which is not the id of a token: it must be an integer"
+        )
+    return 0 <= value < file.tensors["token_embd.weight"].shape[0]
 
 
 def _collected(named: Mapping[str, Iterable[int]], names: Mapping[int, str | None]) -> tuple[End, ...]:

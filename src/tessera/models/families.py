@@ -62,8 +62,25 @@ HARMLESS_KEYS = frozenset(
     "layer_norm_eps layer_norm_epsilon output_router_logits".split()
 )
 
+SAME_VALUES = MappingProxyType(
+    {
+        **dict.fromkeys(("n_positions", "n_ctx", "max_seq_len"), "max_position_embeddings"),
+        **dict.fromkeys(("n_embd", "d_model", "dim", "n_embed"), "hidden_size"),
+        **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
+        **dict.fromkeys(("n_head", "n_heads", "num_heads"), "num_attention_heads"),
+        **dict.fromkeys(("n_kv_heads", "num_kv_heads", "n_head_kv"), "num_key_value_heads"),
+        **dict.fromkeys(("n_inner", "ffn_hidden_size", "ffn_dim"), "intermediate_size"),
+        **dict.fromkeys(("norm_eps", "rms_eps"), "rms_norm_eps"),
+        **dict.fromkeys(("rotary_dim", "head_size"), "head_dim"),
+        **dict.fromkeys(("rope_base", "rotary_base"), "rope_theta"),
+    }
+)
+"""Other names of keys that are read. They change nothing where they repeat the key's value."""
+
 MAX_LAYERS = 1 << 16
 """Maximum number of layers, far more than the largest models have. A list of 2 ** 31 layers would fill the memory."""
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 SIZE = integer(1, MAX_SIZE)
 TOKEN_IDS = maybe(either(integer(0, MAX_SIZE), items(integer(0, MAX_SIZE), "token ids")))
@@ -239,7 +256,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     Raises:
         ValueError: the kind or a parameter is not supported; the message names it.
     """
-    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    values = _rope_values(raw)
     check_fields(values, ROPE_FIELDS, "the rope parameters of config.json")
     values = dict(values)
     legacy = values.pop("type", None)
@@ -279,6 +296,24 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     return Rope(kind=kind, theta=theta, **values)
 
 
+def _rope_values(raw: Raw) -> Raw:
+    """Return the rope parameters, which newer configs hold per kind of layer, as in {"full_attention": {...}}.
+
+    Raises:
+        ValueError: the kinds of layers that the model has differ in their parameters.
+    """
+    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    by_kind = {kind: inner for kind, inner in values.items() if kind in LAYER_KINDS and isinstance(inner, Mapping)}
+    if not by_kind or len(by_kind) < len(values):
+        return values
+    used = [inner for kind, inner in by_kind.items() if kind in (raw.get("layer_types") or by_kind)]
+    if not used or any(inner != used[0] for inner in used):
+        raise ValueError(
+            f"rope parameters {escaped(values, 200)} are not supported: all layers must have the same ones"
+        )
+    return used[0]
+
+
 def _context(raw: Raw, rope: Rope, max_positions: int) -> int:
     """Return the context in tokens, to which YaRN's and the linear scaling's `factor` count, as in vLLM.
 
@@ -290,7 +325,7 @@ def _context(raw: Raw, rope: Rope, max_positions: int) -> int:
         return extended_context(max_positions, rope.factor, rope.original_max_positions, keys)
     if rope.kind != "linear":
         return max_positions
-    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    values = _rope_values(raw)
     if original := raw.get("original_max_position_embeddings") or values.get("original_max_position_embeddings"):
         return extended_context(max_positions, rope.factor, original, keys)
     longest = raw.get("max_sequence_length")
@@ -374,8 +409,19 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
             where = "" if found == key else f", because of {escaped(found)}"
             raise ValueError(
                 f"{escaped(key)}={quoted(value)} is not supported for model_type={raw['model_type']!r}{where}: "
-                f"remove it from config.json only if you know that it does not change the model"
+                f"remove it from config.json only if you know that it does not change the model{_hint(key, value)}"
             )
+
+
+def _hint(key: str, value: Any) -> str:
+    """Return what a refusal of the key adds: a way to use the model without the key; "" if there is none."""
+    if key != "dual_chunk_attention_config" or not isinstance(value, Mapping):
+        return ""
+    length = value.get("original_max_position_embeddings") or value.get("chunk_size") or 262144
+    return (
+        f". It matters only for more than {escaped(length)} tokens: for shorter contexts, remove it and set "
+        f"max_position_embeddings={escaped(length)}"
+    )
 
 
 def unread_keys(raw: Raw) -> list[str]:
@@ -387,6 +433,7 @@ def _unknown(raw: Raw, family: Family) -> dict[str, Any]:
     known = COMMON_KEYS | HARMLESS_KEYS | {*family.keys}
     if raw.get("use_sliding_window") is False:  # which Qwen's configs, and models converted from Qwen's, say
         known |= {"sliding_window", "max_window_layers"}
+    known |= {key for key, same in SAME_VALUES.items() if key in raw and raw[key] == raw.get(same)}
     return {key: value for key, value in raw.items() if key not in known and not key.startswith(("_", "unsloth"))}
 
 

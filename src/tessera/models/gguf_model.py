@@ -15,7 +15,7 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
-from tessera.models.ends import file_token, gguf_ends
+from tessera.models.ends import file_token, gguf_ends, ignored_ids
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.unread import changes_model
 from tessera.models.weights import LAYER, OUTER, layer_name
@@ -100,8 +100,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{file.path} holds no weights (token_embd.weight is missing): download a whole model")
     vocab_size = tensors["token_embd.weight"].shape[0]
-    if (claimed := meta.positive("vocab_size", vocab_size)) != vocab_size:
-        raise meta.error("vocab_size", claimed, f"token_embd.weight has {vocab_size} rows")
     if (num_layers := meta.positive("block_count")) > len(tensors):
         raise meta.error("block_count", num_layers, f"the file holds {len(tensors)} tensors")
     window = meta.positive("attention.sliding_window", None)
@@ -206,6 +204,13 @@ class _Metadata:
                 known = key in READ_KEYS or not changes_model(key, value)
             if not known:
                 raise self.error(key, value, f"this is not supported for {self.architecture}")
+
+
+def ignored_values(file: GgufFile) -> list[str]:
+    """List values, as key=value, that contradict the number of embeddings and are ignored, as in llama.cpp."""
+    meta, rows = _Metadata(file), file.tensors["token_embd.weight"].shape[0]
+    size = meta.positive("vocab_size", rows)
+    return [*([f"{meta.architecture}.vocab_size={size}"] if size != rows else []), *ignored_ids(file)]
 
 
 def unread_keys(file: GgufFile) -> list[str]:

@@ -35,6 +35,8 @@ CASED = (
 """Words that end where upper case follows lower case; the blanks are for endings such as 's, and for digits."""
 CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+ALPHABETIC = r"[\p{Lu}\p{Ll}\p{Lt}&&[^ՠ-ֈჇ-Ⴭა-ჿᲀ-ᲊⴀ-ⴭꞏ-ꟿꬰ-ꭨ\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF2A}]]+"
+"""Upper and lower case letters of DeepSeek LLM's own list, which lacks a few alphabets."""
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (GPT2,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -46,6 +48,10 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "tekken": (CASED % ("", "", ""),),
     "gpt-4o": (CASED % (CONTRACTED, CONTRACTED, "{1,3}"),),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-llm": (
+        *(r"[\r\n]", rf"\s?{ALPHABETIC}", r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+", r"\s+$"),
+        *("[一-龥ࠀ-一가-퟿]+", r"\p{N}+"),
+    ),
     "deepseek-v3": (
         r"\p{N}{1,3}",
         "[一-龥぀-ゟ゠-ヿ]+",
@@ -122,10 +128,13 @@ class _Vocabulary:
         count = len(self.tokens)
         if not count:
             raise ValueError("tokenizer.ggml.tokens is empty")
+        if empty := [i for i, token in enumerate(self.tokens) if not token]:
+            logger.warning("tokens %s of the file are empty: as in llama.cpp, their names are [EMPTY_ID]", empty[:9])
+            self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != count:
-            again = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
-            raise ValueError(f"tokenizer.ggml.tokens holds {quoted(again)} twice")
+            again = [i for i, token in enumerate(self.tokens) if self.ids[token] != i]
+            logger.warning("tokens %s of the file have the names of later tokens, which are used instead", again[:9])
         self.types = self.numbers("tokenizer.ggml.token_type", count, np.integer)
         self.has_types = self.types is not None
         if self.types is None:
@@ -155,9 +164,7 @@ class _Vocabulary:
     def token_id(self, role: str) -> int | None:
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.typed(key, int, None)
-        if value is not None and not 0 <= value < len(self.tokens):
-            raise ValueError(f"{key}={value} is not the id of one of the {len(self.tokens)} tokens")
-        return value
+        return value if value is not None and 0 <= value < len(self.tokens) else None  # read_config says so
 
     def used(self) -> dict[str, int]:
         """Map each piece in use to its id. Unused pieces only pad the vocabulary to the number of embeddings."""
@@ -268,7 +275,7 @@ def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool)
     for index, (token, kind) in enumerate(zip(vocab.tokens, vocab.types)):
         # a token with a role may be an ordinary piece (a padding id of 0, for example); it then stays ordinary
         special = kind == CONTROL or (index in named and (kind == UNKNOWN or not vocab.has_types))
-        if token and (special or kind == USER_DEFINED):
+        if vocab.ids[token] == index and (special or kind == USER_DEFINED):
             added.append(AddedToken(token, normalized=False, special=special))
     backend.add_tokens(added)
     specials = {ROLES[role]: vocab.tokens[i] for role, i in vocab.special_ids.items() if i is not None}

@@ -153,7 +153,10 @@ def surround_as_set(
     wanted = {role: settings.get(f"add_{role}_token") for role in ("bos", "eos")}
     llama = "LlamaTokenizer" if config.get("model_type") in ("llama", "mistral") else ""
     name = settings.get("tokenizer_class") or config.get("tokenizer_class") or llama
-    if wanted == {"bos": None, "eos": None} or str(name).removesuffix("Fast").removesuffix("Tokenizer") not in SURROUNDING:
+    if (
+        wanted == {"bos": None, "eos": None}
+        or str(name).removesuffix("Fast").removesuffix("Tokenizer") not in SURROUNDING
+    ):
         return
     bos, eos = (
         [specials[f"{role}_token"]]

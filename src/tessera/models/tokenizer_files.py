@@ -8,7 +8,14 @@ from typing import Any
 import tokenizers
 
 from tessera.core.fields import check_fields, parse_json, read_json
-from tessera.models.special_tokens import ADDED_FILE, add_listed, add_named, listed_tokens, named_tokens, surround_as_set
+from tessera.models.special_tokens import (
+    ADDED_FILE,
+    add_listed,
+    add_named,
+    listed_tokens,
+    named_tokens,
+    surround_as_set,
+)
 from tessera.models.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, TOOL_USE, Tokenizer
 from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 

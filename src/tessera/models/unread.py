@@ -30,12 +30,19 @@ HARMLESS = re.compile(
 """Words of keys that concern training or speed, whatever else the name says, unless it speaks of quantisation."""
 FACTORS = re.compile(r"mult|multiplier|multipliers|\w*scal\w*|factor|pct|ratio")
 """Words of keys that have no effect at 1."""
-NEEDED = {key: True for key in ("is_causal", "causal", "use_rope", "use_rotary", "rms_norm", "use_rms_norm")}
-"""Keys that name what the supported models do, with the value that they must have."""
+NEEDED = re.compile(
+    r"((use|enable|is|has|apply)_?)?(causal|rope|rotary(_pos)?(_emb\w*)?|rms_?norm|gated_(mlp|ffn)|glu|scale_attn(_weights)?)"
+)
+"""Keys that name what the supported models do, so that they must be true."""
+ROTATED = re.compile(r"rotary_(dim|dims|ndims|pct|percent|percentage|fraction)")
+"""Keys that say how much of a head rotates: 0 does not switch off an addition, but the rotation itself."""
+UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
+"""Keys about layers without rotary embedding. In SmolLM3's list, 0 is such a layer, so that no value but [] is off."""
+ACTIVATIONS, NORMS = ("silu", "swish", "swiglu"), ("rmsnorm", "rms")
 USUAL = {
-    "position_embedding_type": ("rope", "rotary"),
-    **dict.fromkeys(("normalization", "norm_type"), ("rmsnorm",)),
-    **dict.fromkeys(("activation_function", "hidden_activation"), ("silu", "swish", "swiglu")),
+    **dict.fromkeys(("position_embedding_type", "position_encoding_type", "pos_emb"), ("rope", "rotary")),
+    **dict.fromkeys(("normalization", "normalization_type", "norm_type", "norm"), NORMS),
+    **dict.fromkeys(("activation", "activation_fn", "activation_function", "hidden_activation"), ACTIVATIONS),
 }
 """Keys with text values that name what the supported models do, with these values in lower case."""
 
@@ -45,11 +52,15 @@ def changes_model(key: str, value: Any) -> str | None:
 
     Values that switch a feature off change nothing.
     """
-    if key in NEEDED:
-        return None if value is None or value == NEEDED[key] else key
-    if isinstance(value, str) and value.lower().replace("_", "") in USUAL.get(key, ()):
-        return None
     words = [word.lower() for word in WORDS.findall(key)]
+    if NEEDED.fullmatch(key.lower()) and (value is True or (value is not None and _is_off(value, words))):
+        return None if value is True or value == {} or value == [] else key
+    if ROTATED.fullmatch(key.lower()) and value == 0:
+        return key
+    if key in UNROTATED and value is not None and value != []:
+        return key
+    if key in USUAL and isinstance(value, str) and value:
+        return None if value.lower().replace("_", "") in USUAL[key] else key
     if not _is_off(value, words) and _concerns_maths(words):
         return key
     return next((f"{key}.{found}" for name, inner in _inside(value) if (found := changes_model(name, inner))), None)
