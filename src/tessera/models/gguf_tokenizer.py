@@ -35,7 +35,10 @@ CASED = (
 """Words that end where upper case follows lower case; the blanks are for endings such as 's, and for digits."""
 CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
-ALPHABETIC = r"[\p{Lu}\p{Ll}\p{Lt}&&[^ՠ-ֈჇ-Ⴭა-ჿᲀ-ᲊⴀ-ⴭꞏ-ꟿꬰ-ꭨ\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF2A}]]+"
+ALPHABETIC = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^ՠ-ֈჇ-Ⴭა-ჿᲀ-ᲊⴀ-ⴭꞏ-ꟿꬰ-ꭨ"
+    r"\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF2A}]]+"
+)
 """Upper and lower case letters of DeepSeek LLM's own list, which lacks a few alphabets."""
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (GPT2,),
