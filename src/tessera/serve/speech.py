@@ -68,7 +68,7 @@ class Speech:
         """Return what `push` has not returned yet, and the calls. Reasoning that has not ended holds no calls."""
         rest, self._text = self._text, ""
         if self._close is not None:
-            return Said(reasoning=rest), []
+            return Said(reasoning=rest.rstrip()), []
         if self.forced:
             call = forced(rest)
             return (Said(), [call]) if call else (Said(text=rest), [])
