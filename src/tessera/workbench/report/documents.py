@@ -361,8 +361,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "sweep": report_tables.sweep,
         "gates": report_tables.gates,
         "rooflines": report_tables.rooflines,
-        "serving": figures_served.figures,
-        "clients": figures_served.clients,
+        **figures_served.TABLES,
     }
 )
 """Name -> function that draws a table as Markdown. It selects one run's records or the newest record of each case."""

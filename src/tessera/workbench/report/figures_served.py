@@ -1,7 +1,8 @@
 """Render the server's figures with their goals, from `tessera study serving`, and its clients, from `make clients`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 from tessera.core.units import three
 from tessera.workbench.evidence import Record
@@ -53,3 +54,9 @@ def shown(figure: Mapping[str, Any]) -> str:
 
 def _verdict(figure: Mapping[str, Any]) -> str:
     return "met" if figure["met"] else "**missed**"
+
+
+TABLES: Final[Mapping[str, Callable[[Sequence[Record]], str]]] = MappingProxyType(
+    {"serving": figures, "clients": clients}
+)
+"""Name -> function that draws the table."""
