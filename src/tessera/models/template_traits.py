@@ -45,7 +45,6 @@ class Traits:
         short_ids: whether ids must have SHORT_ID letters and digits.
         beside_text: whether it writes the calls of a message that also has text.
         several: whether it writes several calls of one message.
-        written: what it wrote between a question and a result: a call of CALLED with the arguments {KEY: VALUE}.
     """
 
     system: bool = True
@@ -56,7 +55,6 @@ class Traits:
     short_ids: bool = False
     beside_text: bool = True
     several: bool = True
-    written: str = ""
 
 
 def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
@@ -90,7 +88,6 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
         if not written or (null and "None" in written):
             continue
         several = rendered(list(_conversation(None if null else "", text, short, count=2)))
-        beside = rendered(list(_conversation(TEXT, text, short)))
         return Traits(
             system=system,
             tools=described,
@@ -98,9 +95,8 @@ def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
             null_content=null,
             text_arguments=text,
             short_ids=short,
-            beside_text=bool(_written(beside)),
+            beside_text=bool(_written(rendered(list(_conversation(TEXT, text, short))))),
             several=f"{CALLED}1" in several and f"{RESULT}1" in several,
-            written=written,
         )
     return Traits(system=system, tools=described)
 
