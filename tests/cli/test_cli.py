@@ -41,7 +41,7 @@ FLAGS = {
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
-        "--queue --dtype --cache --weights --mesh --replicas --debug"
+        "--queue --dtype --cache --weights --mesh --replicas --cors --debug"
     ).split(),
     "load": (
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "

@@ -140,7 +140,7 @@ def test_qwen_windows(fields, window):
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "spiral"}}}, "spiral"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),

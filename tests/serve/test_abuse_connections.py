@@ -111,7 +111,7 @@ def test_a_bad_key_is_refused(running, value):
     ],
 )
 def test_without_keys_a_page_of_another_site_is_refused(running, monkeypatch, header, status):
-    monkeypatch.setattr(running.server.config.app, "keys", ())
+    monkeypatch.setattr(running.server.config.app.app, "keys", ())  # inside the middleware for CORS
     sent = f"GET /v1/models HTTP/1.1\r\n{header}\r\n\r\n"
     assert raw(running, sent.encode()).startswith(f"HTTP/1.1 {status}".encode())
 

@@ -185,7 +185,8 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
     that the pre-tokenizer produces."""
     if vocab.pre not in EXPRESSIONS:
         raise ValueError(
-            f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(EXPRESSIONS)}"
+            f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: {len(EXPRESSIONS)} names are, such as "
+            "llama-bpe, qwen2, tekken, deepseek-llm and gpt-2: convert the model again if its tokenizer is one of these"
         )
     if "tokenizer.ggml.pre" not in vocab.meta:
         logger.warning("the file does not name its pre-tokenizer (tokenizer.ggml.pre): using llama.cpp's default")
