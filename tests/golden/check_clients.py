@@ -101,7 +101,7 @@ def main() -> int:
     """Return 0 if all went well, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="real model; the scripted one if not given")
-    parser.add_argument("--only", default="", help="run only cases whose client, name and way contain this text")
+    parser.add_argument("--only", nargs="*", default=[""], help="run only cases whose words hold one of these texts")
     parser.add_argument("--out", type=Path, help="file to which the records are appended")
     flags = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike the default, this also ends the server
@@ -112,7 +112,11 @@ def main() -> int:
         peer, found = Peer(PYTHON, SCRIPT), []
         with closing(peer), serving(str(path), "--name", NAME, *size) as server:
             versions = peer.ask("hello")
-            chosen = [case for case in peer.ask("cases")["cases"] if flags.only in " ".join(case)]
+            chosen = [
+                case
+                for case in peer.ask("cases")["cases"]
+                if any(f" {one}" in f" {' '.join(case)}" for one in flags.only)
+            ]
             for client in versions:
                 cases = outcomes(peer, server.url, [case for case in chosen if case[0] == client])
                 found += cases
