@@ -83,7 +83,7 @@ def smollm2() -> Path:
 
     Skip only if the file cannot be fetched. Several processes may call this at once: one downloads, the others wait.
     """
-    from tessera.models import fetch
+    from tessera.models.files import fetch
 
     try:
         path = fetch.fetch("smollm2", folder=os.environ["TESSERA_TEST_MODELS"], quiet=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tessera.core.files import read_lines
-from tessera.models.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params, read_config
 from tessera.sparse.plan import Plan
 from tessera.train.losses import LOG_NAME, read_losses
 

@@ -123,8 +123,8 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
     import jax
     import numpy as np
 
-    from tessera.models.checkpoint import load_params
-    from tessera.models.tensor_file import write_file
+    from tessera.models.files.checkpoint import load_params
+    from tessera.models.files.tensor_file import write_file
     from tessera.models.weights import expected_shapes, num_parameters
 
     config = config_of(HEADS, hidden_size=1024, intermediate_size=4096, num_layers=6, head_dim=16)
@@ -280,7 +280,7 @@ def a_saved_model_and_its_fingerprint_are_those_of_one_device(folder: Path) -> N
     import jax
 
     from tessera.generate import load, save
-    from tessera.models.checkpoint import fingerprint
+    from tessera.models.files.checkpoint import fingerprint
     from tessera.runtime.requests import explain_not_finite
 
     config = config_of(3)
@@ -305,7 +305,7 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
 
     from tessera.core.mesh import MeshShape, build
     from tessera.core.quant import dequantised, is_quantised
-    from tessera.models.checkpoint import load_params, read_config
+    from tessera.models.files.checkpoint import load_params, read_config
 
     def quantised(kind: Q, name: str, x: np.ndarray) -> tuple[np.ndarray, Q]:
         if x.ndim == 1 or name.startswith("token"):
@@ -348,7 +348,7 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
 
     from tessera.core.quant import FORMS, dequantised, is_quantised, num_bytes
     from tessera.generate import load
-    from tessera.models.checkpoint import fingerprint
+    from tessera.models.files.checkpoint import fingerprint
     from tessera.models.footprint import Division, Types, weight_bytes
     from tessera.models.weights import device_bytes
 

@@ -30,7 +30,7 @@ def load(folder: str) -> int:
     import jax
 
     from tessera.core import mesh
-    from tessera.models.checkpoint import load_params, read_config
+    from tessera.models.files.checkpoint import load_params, read_config
 
     config = read_config(folder)
     on = mesh.build(mesh.MeshShape(jax.device_count(), 1))

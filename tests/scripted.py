@@ -12,8 +12,8 @@ import numpy as np
 from tiny import CONFIG, random_params
 from tokenizers import AddedToken
 
-from tessera.models.checkpoint import save_folder
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.files.checkpoint import save_folder
+from tessera.models.text.tokenizer import byte_tokenizer
 
 END = "<|eos|>"
 TEMPLATE = """

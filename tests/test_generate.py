@@ -18,7 +18,7 @@ from tiny import save_tiny
 
 import tessera
 from tessera.generate import Interrupted
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
 from tessera.runtime.requests import Request

@@ -11,9 +11,9 @@ import pytest
 from tiny import CONFIG, random_params
 
 from tessera.core import files
-from tessera.models.checkpoint import load_params, read_config, resolve, save_folder
-from tessera.models.tokenizer import byte_tokenizer
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params, read_config, resolve, save_folder
+from tessera.models.text.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer_files import load_tokenizer
 
 
 def same_weights(a, b) -> bool:
@@ -28,7 +28,7 @@ def test_an_interrupted_save_leaves_the_old_folder_whole(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tessera.models.checkpoint.write_file", write_half)
+    monkeypatch.setattr("tessera.models.files.checkpoint.write_file", write_half)
     with pytest.raises(KeyboardInterrupt):
         save_folder(tmp_path, random_params(CONFIG, 1), CONFIG)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from tessera.generate import Model, load
-from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import fingerprint, save_folder
 from tessera.models.layers import Params
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import init_params
 from tessera.sparse.plan import Plan
 

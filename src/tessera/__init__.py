@@ -13,7 +13,7 @@ _WHERE = {
     "save": "generate",
     "Model": "generate",
     "Generation": "generate",
-    "fetch": "models.fetch",
+    "fetch": "models.files.fetch",
     "calibrate": "calibration.calibrate",
     "Plan": "sparse.plan",
     "attention": "attention.dispatch",

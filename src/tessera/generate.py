@@ -20,14 +20,14 @@ from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_head_parts, num_stripes, parse
 from tessera.core.quant import check_name
-from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.ends import describe, read_ends
-from tessera.models.fetch import SOURCES
-from tessera.models.generation_config import GenerationConfig, read_generation_config
+from tessera.models.files.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
+from tessera.models.files.ends import describe, read_ends
+from tessera.models.files.fetch import SOURCES
+from tessera.models.files.generation_config import GenerationConfig, read_generation_config
+from tessera.models.files.quantised import require_weights
 from tessera.models.layers import Params
-from tessera.models.quantised import require_weights
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
 from tessera.runtime.choosing import warm_choices

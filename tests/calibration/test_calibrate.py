@@ -17,7 +17,7 @@ from tessera.calibration.similarity import Notes, record_similarity, text_loss
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import init_params
 from tessera.runtime import score
 from tessera.runtime.corpus import read_corpus, read_text

@@ -9,7 +9,7 @@ from tiny import PLAN, PROMISE, load_stacked, save_tiny
 from tessera.calibration import crossover
 from tessera.calibration.calibrate import provenance
 from tessera.calibration.remeasure import measure_again
-from tessera.models.checkpoint import fingerprint
+from tessera.models.files.checkpoint import fingerprint
 from tessera.runtime.corpus import read_corpus
 
 

@@ -15,8 +15,8 @@ from tiny import CONFIG, PLAN, random_params, save_tiny
 
 import tessera
 from tessera.cli import main as cli
-from tessera.models.checkpoint import save_folder
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.files.checkpoint import save_folder
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.sparse.policies import POLICIES
 
 

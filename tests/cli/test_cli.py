@@ -167,7 +167,7 @@ def test_subcommands_are_frozen(capsys):
 
 def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
-    from tessera.models.fetch import SOURCES
+    from tessera.models.files.fetch import SOURCES
     from tessera.sparse.plan import HEADS
     from tessera.train.recipes import RECIPES
     from tessera.workbench import bench

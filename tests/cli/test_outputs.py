@@ -9,7 +9,7 @@ from tessera.cli import main as cli
 from tessera.cli.errors import explained
 from tessera.core import memory
 from tessera.core.files import DEMO_MODEL, write_whole
-from tessera.models import checkpoint
+from tessera.models.files import checkpoint
 from tessera.train import loop
 
 

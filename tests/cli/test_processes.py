@@ -24,11 +24,11 @@ import tessera
 from tessera.cli import main as cli
 from tessera.core import processes
 from tessera.core.processes import join, place
-from tessera.models.checkpoint import files_digest, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.families import render_config
-from tessera.models.tensor_file import write_file
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.files.checkpoint import files_digest, save_folder
+from tessera.models.files.families import render_config
+from tessera.models.files.tensor_file import write_file
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes, num_parameters
 
 SUBJECT = processes_subject.__file__

@@ -15,10 +15,10 @@ from tiny import optimized, random_params
 from tessera import generate
 from tessera.demo import findings, pictures, reading, reading_report, run
 from tessera.generate import load
-from tessera.models import fetch
-from tessera.models.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.files import fetch
+from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime import step
 from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention.contract import Positions
-from tessera.models.checkpoint import load_params, read_config, save_folder
 from tessera.models.decoder import forward, logits
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params, read_config, save_folder
+from tessera.models.text.tokenizer_files import load_tokenizer
 from tessera.sparse.baselines import Dense
 
 ROOT = Path(__file__).parents[2]

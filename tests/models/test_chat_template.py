@@ -15,9 +15,9 @@ from test_gguf import small_file
 
 from tessera.cli.main import main
 from tessera.core.child import Worker
-from tessera.models import chat_template
-from tessera.models.chat_template import Renderer
-from tessera.models.tokenizer import Tokenizer, byte_tokenizer
+from tessera.models.text import chat_template
+from tessera.models.text.chat_template import Renderer
+from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -134,7 +134,7 @@ def test_a_worker_that_does_not_start_is_not_the_templates_fault(command):
 
 PARENT = f"""
 import sys, time
-from tessera.models import chat_template
+from tessera.models.text import chat_template
 chat_template.LIMIT_S = 1.0
 renderer = chat_template.Renderer()
 renderer.render("", {{}})

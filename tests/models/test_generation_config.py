@@ -9,7 +9,7 @@ import pytest
 from tiny import save_tiny
 
 import tessera
-from tessera.models.generation_config import GenerationConfig, parse_generation_config
+from tessera.models.files.generation_config import GenerationConfig, parse_generation_config
 from tessera.runtime.sampling import GREEDY, Method, Sampling
 
 LLAMA3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 4096, "eos_token_id": [257, 261]}

@@ -21,9 +21,9 @@ from tiny import CONFIG, PLAN, random_params, save_tiny
 import tessera
 from tessera.cli.main import main
 from tessera.generate import plan_path
-from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import Rope
-from tessera.models.gguf_file import TYPES, order_of_rows, read_gguf, read_gguf_tensor
+from tessera.models.files.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
+from tessera.models.files.gguf_file import TYPES, order_of_rows, read_gguf, read_gguf_tensor
 
 BPE = json.loads((GOLDEN / "tokenizers.json").read_text(encoding="utf-8"))["bpe"]
 SAYABLE = [name for name in CASES if name != "rope_yarn_mscale"]  # GGUF has no key for its magnitude scales
@@ -175,7 +175,7 @@ import sys, threading, time
 import psutil, jax
 import gguf  # its code is not the model
 import jax.numpy as jnp
-from tessera.models.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params, read_config
 config = read_config(sys.argv[1])
 jax.block_until_ready(jnp.zeros(8) + 1)
 process = psutil.Process()

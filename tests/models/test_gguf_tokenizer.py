@@ -10,10 +10,10 @@ import pytest
 import tokenizers
 from gguf_files import bpe_metadata, spm_metadata, tiny_model, write_gguf
 
-from tessera.models.checkpoint import read_tokenizer
-from tessera.models.gguf_file import read_gguf
-from tessera.models.gguf_tokenizer import EXPRESSIONS, PATTERNS, gguf_tokenizer
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import read_tokenizer
+from tessera.models.files.gguf_file import read_gguf
+from tessera.models.files.gguf_tokenizer import EXPRESSIONS, PATTERNS, gguf_tokenizer
+from tessera.models.text.tokenizer_files import load_tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
 BPE, SPM, TEXTS, CUTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"], GOLDEN["cuts"]

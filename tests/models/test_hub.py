@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from tessera.models.checkpoint import load_params, read_config, resolve
+from tessera.models.files.checkpoint import load_params, read_config, resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OTHERS = (

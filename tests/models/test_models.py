@@ -12,9 +12,9 @@ import pytest
 
 from tessera.attention.contract import Positions
 from tessera.models.cache import init_cache
-from tessera.models.checkpoint import load_params, read_config
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
+from tessera.models.files.checkpoint import load_params, read_config
 from tessera.models.layers import Params
 from tessera.sparse.baselines import Dense
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
-from tessera.models.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.text.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer
+from tessera.models.text.tokenizer_files import load_tokenizer
 
 TEXTS = [
     "",

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gguf_files import Q, write_gguf
 
-from tessera.models.gguf_file import read_gguf, read_gguf_rows, read_gguf_tensor
-from tessera.models.tensor_file import read_header, read_rows, write_file
+from tessera.models.files.gguf_file import read_gguf, read_gguf_rows, read_gguf_tensor
+from tessera.models.files.tensor_file import read_header, read_rows, write_file
 
 VALUES = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
 PARTS = [(range(64), range(96)), (range(16, 48), range(96)), (range(64), range(32, 64)), (range(32, 64), range(40, 75))]

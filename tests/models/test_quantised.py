@@ -22,11 +22,12 @@ from tessera.core.quant import FORMS, Form, Quantised, dequantised, is_quantised
 from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.models import products, rounded
-from tessera.models.checkpoint import fingerprint, load_params, read_config
+from tessera.models import products
+from tessera.models.files import rounded
+from tessera.models.files.checkpoint import fingerprint, load_params, read_config
+from tessera.models.files.gguf_file import read_gguf_rows
+from tessera.models.files.quantised import check_split, stored_kinds, stored_tensors
 from tessera.models.footprint import Division, Types, weight_bytes
-from tessera.models.gguf_file import read_gguf_rows
-from tessera.models.quantised import check_split, stored_kinds, stored_tensors
 from tessera.models.weights import LAYER, OUTER, abstract_params, device_bytes, form_of, quantised_axes
 from tessera.train import loop
 

@@ -15,8 +15,8 @@ from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.core.escapes import escaped
-from tessera.models.checkpoint import read_tokenizer
-from tessera.models.families import parse_config, render_config
+from tessera.models.files.checkpoint import read_tokenizer
+from tessera.models.files.families import parse_config, render_config
 
 CLEAR = "\x1b[2J"
 SHOWN = r"\x1b[2J"

@@ -13,7 +13,7 @@ from tiny import CONFIG, save_tiny
 import tessera
 from tessera.cli import main as cli
 from tessera.core.mesh import MeshShape, check, parse
-from tessera.models import checkpoint
+from tessera.models.files import checkpoint
 from tessera.models.weights import split_sizes
 
 QUICK, ALL = list(mesh_subjects.CHECKS)[:-1], list(mesh_subjects.CHECKS)[-1]

@@ -12,7 +12,7 @@ from tiny import CONFIG as TINY
 from tiny import PLAN, random_params
 
 from tessera.generate import Model
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.paged_row import Row

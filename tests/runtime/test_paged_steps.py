@@ -9,7 +9,7 @@ import pytest
 from tiny import CONFIG, random_params
 
 from tessera.generate import Model
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime.engine import Engine
 from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Request

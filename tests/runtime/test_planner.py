@@ -9,7 +9,7 @@ import pytest
 from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, USABLE_BYTES
 from tessera.deviceless.tpu.predict import CALIBRATED
 from tessera.models.catalogue import MODELS
-from tessera.models.checkpoint import read_config
+from tessera.models.files.checkpoint import read_config
 from tessera.models.footprint import Types
 from tessera.runtime import planner, roofline
 from tessera.runtime.planner import CACHES, WEIGHTS, plan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.serve import tools
 from tessera.serve.calls import schemas
 from tessera.serve.protocol import ChatBody

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.serve import grammar
 from tessera.serve.forms import FORM_CHARACTERS, json_form
 from tessera.serve.grammar import Grammars

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from tessera.core.child import Worker
-from tessera.models.tokenizer import Tokenizer, byte_tokenizer
+from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 from tessera.serve import grammar
 from tessera.serve.forms import json_form
 from tessera.serve.grammar import Grammars

@@ -23,7 +23,7 @@ from tiny import CONFIG, save_tiny
 
 from tessera.core.extras import installed
 from tessera.generate import load
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.serve import cluster, replicas, routing
 from tessera.serve.front import Front as Keys
 from tessera.serve.front import tenant_of

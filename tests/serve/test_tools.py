@@ -11,7 +11,7 @@ import pytest
 from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
-from tessera.models.tokenizer import BYTE_TEMPLATE, byte_tokenizer
+from tessera.models.text.tokenizer import BYTE_TEMPLATE, byte_tokenizer
 from tessera.serve import calls as calls_module
 from tessera.serve import warm
 from tessera.serve.app import create

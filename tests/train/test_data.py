@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.train import data
 from tessera.workbench import quality
 

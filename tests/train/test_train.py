@@ -21,8 +21,8 @@ from rich.console import Console
 
 from tessera.attention.contract import Positions
 from tessera.models import decoder
-from tessera.models.checkpoint import load_params, read_config
-from tessera.models.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.text.tokenizer_files import load_tokenizer
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense

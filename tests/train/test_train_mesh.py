@@ -22,7 +22,7 @@ from tiny import CONFIG, save_tiny
 import tessera
 from tessera.cli import main as cli
 from tessera.core import memory
-from tessera.models.checkpoint import read_config
+from tessera.models.files.checkpoint import read_config
 from tessera.models.weights import num_parameters
 from tessera.train import loop
 from tessera.train.checkpoints import checkpoints, remove, remove_incomplete

@@ -9,7 +9,7 @@ import pytest
 from tiny import CONFIG, random_params
 
 from tessera.generate import Model
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.sparse.baselines import Dense
 from tessera.workbench import evidence
 from tessera.workbench.eval import cached

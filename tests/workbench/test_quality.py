@@ -9,7 +9,7 @@ import tessera
 from tessera.core.files import DEMO_MODEL
 from tessera.demo.reading import Reader, policies
 from tessera.generate import find_plan
-from tessera.models.checkpoint import load_params
+from tessera.models.files.checkpoint import load_params
 from tessera.workbench.quality import passkey_tasks
 
 LENGTHS = (768, 2048)

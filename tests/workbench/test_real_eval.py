@@ -14,7 +14,7 @@ from tiny import CONFIG, PLAN, optimized, save_tiny
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.cli.workbench import Eval
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan

@@ -24,8 +24,8 @@ from tessera.calibration.report import Report
 from tessera.calibration.search import Target, search_policy
 from tessera.calibration.similarity import find_anchors
 from tessera.core.files import Notebook, sources
-from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import fingerprint
 from tessera.runtime.corpus import Corpus, read_corpus
 from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import default_anchors

@@ -8,7 +8,7 @@ from typing import Any
 from tessera.calibration.crossover import measure_crossover
 from tessera.calibration.report import Report
 from tessera.calibration.search import Judge, Target, probes_of, promise_of
-from tessera.models.checkpoint import fingerprint
+from tessera.models.files.checkpoint import fingerprint
 from tessera.runtime.corpus import MAX_WINDOW, read_corpus
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan

@@ -126,7 +126,7 @@ class Calibrate:
 def check_out(path: Path) -> None:
     """Raise an error if a plan cannot be written to this path, or would replace a file that is not a plan."""
     from tessera.core.files import check_writable
-    from tessera.models.checkpoint import is_model_file
+    from tessera.models.files.checkpoint import is_model_file
     from tessera.sparse.plan import Plan
 
     if not path.parent.is_dir():

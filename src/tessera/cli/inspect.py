@@ -168,7 +168,7 @@ class Inspect:
     def run_model(self) -> int:
         """Compile a whole step of --model, print the result and return the exit code."""
         from tessera.deviceless import model_inspection
-        from tessera.models.ends import describe
+        from tessera.models.files.ends import describe
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} cannot be used with --model: drop --model, or name a TPU")
@@ -199,8 +199,8 @@ class Inspect:
     def ends(self):
         """List the tokens that end an answer of --model; None for a model that is only a config."""
         from tessera.models.catalogue import MODELS
-        from tessera.models.checkpoint import read_tokenizer
-        from tessera.models.ends import read_ends
+        from tessera.models.files.checkpoint import read_tokenizer
+        from tessera.models.files.ends import read_ends
 
         path = Path(self.model)
         return None if self.model in MODELS or not path.exists() else read_ends(path, read_tokenizer(path))

@@ -272,7 +272,7 @@ class Doctor:
     def plan_of_model(self):
         """Return the plan file (--plan, else the one of --model) and the config of --model, which the plan must fit."""
         from tessera.generate import locate_plan, plan_path
-        from tessera.models.checkpoint import read_config, resolve
+        from tessera.models.files.checkpoint import read_config, resolve
 
         source = resolve(self.model)
         plan = self.plan or locate_plan(source)

@@ -22,7 +22,7 @@ class Fetch:
 
     def run(self) -> int:
         """Download the model unless the cache folder holds it already, and print the path of its file."""
-        from tessera.models.fetch import fetch
+        from tessera.models.files.fetch import fetch
 
         print(fetch(self.name))
         return 0
@@ -61,7 +61,7 @@ def with_its_plan(model):
     from dataclasses import replace
 
     from tessera.generate import locate_plan
-    from tessera.models.checkpoint import fingerprint
+    from tessera.models.files.checkpoint import fingerprint
     from tessera.sparse.plan import Plan
 
     path = locate_plan(model.source)

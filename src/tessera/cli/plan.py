@@ -81,7 +81,7 @@ class Plan:
         check_limit(self.limit_s)
         if self.picture is not None:
             check_picture(self.picture)
-        from tessera.models.checkpoint import find_config
+        from tessera.models.files.checkpoint import find_config
         from tessera.runtime import planner
         from tessera.runtime.roofline import Question
         from tessera.runtime.step import CHUNK

@@ -134,7 +134,7 @@ class Serve:
         """Serve with several replicas until SIGTERM or Ctrl-C."""
         from tessera.cli.model_commands import named_model
         from tessera.core.mesh import parse
-        from tessera.models.checkpoint import read_tokenizer, resolve
+        from tessera.models.files.checkpoint import read_tokenizer, resolve
         from tessera.serve import cluster
 
         shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
@@ -175,7 +175,7 @@ class Serve:
         from tessera.cli.model_commands import named_model
         from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan
-        from tessera.models.checkpoint import resolve
+        from tessera.models.files.checkpoint import resolve
         from tessera.serve.bodies import Bodies
         from tessera.serve.front import tenant_of
         from tessera.serve.site import Site

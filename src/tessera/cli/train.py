@@ -73,7 +73,7 @@ class Train(ProcessFlags):
 
     def own_recipe(self) -> "Recipe":
         """Build the recipe that --text and its companion flags describe."""
-        from tessera.models.checkpoint import read_config, resolve
+        from tessera.models.files.checkpoint import read_config, resolve
         from tessera.train.recipes import DEMO_CONFIG, text_recipe
 
         base = None if self.base is None else resolve(self.base)
@@ -85,7 +85,7 @@ class Train(ProcessFlags):
         """Return digests of everything that must be the same in all processes; paths may differ between machines."""
         from importlib.metadata import version
 
-        from tessera.models.checkpoint import files_digest
+        from tessera.models.files.checkpoint import files_digest
         from tessera.runtime.corpus import read_text
         from tessera.train.data import library_digest
 

@@ -211,7 +211,7 @@ class Eval:
     def run_real(self, **asked) -> int:
         """Run a suite that judges a plan on a real model."""
         from tessera.generate import load, locate_plan, plan_path
-        from tessera.models.fetch import fetch
+        from tessera.models.files.fetch import fetch
         from tessera.workbench.eval import real, weights
 
         model = load(fetch("smollm2") if self.model is None else self.model, weights=self.weights)

@@ -52,6 +52,8 @@ class Form:
 
 STORED = "gguf"
 """Name of the form that keeps the quantised blocks of a GGUF file unchanged."""
+STORED_GROUP = 32
+"""Number of inputs per block of a GGUF file's matrix that is kept."""
 
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {

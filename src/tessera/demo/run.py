@@ -19,7 +19,7 @@ from tessera.demo import findings, page, pictures, reading, reading_report
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
 from tessera.demo.stages import Stages
 from tessera.generate import Model, load
-from tessera.models import fetch
+from tessera.models.files import fetch
 from tessera.workbench import evidence, measure
 from tessera.workbench.evidence import Comparison, How, Record, What
 from tessera.workbench.quality import Accuracy

@@ -25,7 +25,7 @@ from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import fusions, predict
-from tessera.models.quantised import check_forms
+from tessera.models.files.quantised import check_forms
 from tessera.models.weights import split_sizes
 
 MESHES = MappingProxyType(

@@ -22,9 +22,9 @@ from tessera.attention.selection import capacity_for
 from tessera.core.mesh import MeshShape, build
 from tessera.models.cache import init_cache
 from tessera.models.catalogue import MODELS
-from tessera.models.checkpoint import read_config
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
+from tessera.models.files.checkpoint import read_config
 from tessera.models.weights import abstract_params, device_bytes
 from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense

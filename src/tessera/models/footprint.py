@@ -12,10 +12,9 @@ from math import prod
 from types import MappingProxyType
 
 from tessera.core.mesh import check, parse
-from tessera.core.quant import NAMES, STORED, Form, matrix_bytes
+from tessera.core.quant import NAMES, STORED, STORED_GROUP, Form, matrix_bytes
 from tessera.core.shapes import ceil_div
 from tessera.models.config import ModelConfig
-from tessera.models.gguf_stored import BLOCK
 from tessera.models.weights import (
     OUTER,
     Weight,
@@ -268,7 +267,7 @@ def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Div
         for axis, size in zip(weight.axes, shape_of(weight, config))
     ]
     if types.weights == STORED:
-        form = None if kept is None else Form(kind=kept, group=BLOCK)
+        form = None if kept is None else Form(kind=kept, group=STORED_GROUP)
     else:
         form = None if types.weights in FLOATS else form_of(weight, config, types.weights)
     if form is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import jax
 from tessera.core import interrupt
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.bias import check_bias, guided_bias
 from tessera.runtime.choosing import fail

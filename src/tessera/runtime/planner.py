@@ -14,8 +14,8 @@ from tessera.core.memory import format_bytes
 from tessera.core.quant import STORED
 from tessera.core.shapes import round_up
 from tessera.models.config import MAX_SIZE
+from tessera.models.files.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, footprint
-from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
 from tessera.runtime.roofline import HEAD_DIM, Question, Speed, layer_parameters, speed

@@ -25,9 +25,9 @@ from tessera.core.files import sources
 from tessera.core.mesh import keep, mesh_of, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, keep_split
-from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward
+from tessera.models.files.checkpoint import fingerprint
 from tessera.models.layers import Params
 from tessera.models.pages import NULL, page_table
 from tessera.runtime.prefix import salt

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from fastapi import Request
 
-from tessera.models.chat_template import Unavailable
+from tessera.models.text.chat_template import Unavailable
 from tessera.runtime.requests import Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
 from tessera.serve.fields import refusal_of

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve import server
 from tessera.serve.app import create
 from tessera.serve.relay import Relay

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from tessera.core.child import Ended, Worker
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
 from tessera.serve.forms import FORM_CHARACTERS, Form
 from tessera.serve.json_schema import check, prepared

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from tessera.models.template_traits import SHORT_ID, Traits
+from tessera.models.text.template_traits import SHORT_ID, Traits
 from tessera.serve.call_forms import CLOSE, OPEN
 from tessera.serve.calls import ID_CHARACTERS
 

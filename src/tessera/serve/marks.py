@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.call_forms import SPECIAL
 from tessera.serve.calls import schemas
 from tessera.serve.protocol import ChatBody

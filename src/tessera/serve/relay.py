@@ -11,7 +11,7 @@ from contextlib import suppress
 import httpx2
 from fastapi import Response
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.bodies import Bodies
 from tessera.serve.front import TENANT, Message, Receive, Send
 from tessera.serve.protocol import ChatBody, CompletionBody

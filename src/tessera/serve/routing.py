@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.protocol import ChatBody, CompletionBody
 from tessera.serve.tools import encode
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse as UnicodeResponse
 
 from tessera.generate import Model
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.bodies import Bodies
 from tessera.serve.grammar import Grammars
 from tessera.serve.mail import Mail

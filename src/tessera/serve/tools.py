@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.history import fitted, taught, told, without_system
 
 DATA = {"const", "enum", "default", "examples"}

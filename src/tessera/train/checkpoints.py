@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from tessera.core.files import write_whole
+from tessera.models.files.tensor_file import write_file
 from tessera.models.layers import Params
-from tessera.models.tensor_file import write_file
 from tessera.train.recipes import Recipe
 from tessera.train.state import State, init_state, shardings
 

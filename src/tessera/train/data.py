@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.corpus import read_text
 from tessera.train.facts import WORDINGS, Fact, column, draw_facts, draw_keys, natural, number
 

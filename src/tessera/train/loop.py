@@ -37,10 +37,10 @@ from tessera.core.mesh import SHARD, put, sharding
 from tessera.core.processes import LEAVE_S
 from tessera.core.quant import has_quantised
 from tessera.models import decoder
-from tessera.models.checkpoint import read_tokenizer, save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import read_tokenizer, save_folder
 from tessera.models.layers import Params
-from tessera.models.tokenizer import Tokenizer, byte_tokenizer
+from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 from tessera.models.weights import layer_weights, num_parameters, outer_weights
 from tessera.sparse.baselines import Dense
 from tessera.train import data

@@ -10,8 +10,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tessera.models.checkpoint import load_params
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import load_params
 from tessera.models.layers import Params, rope_frequencies
 from tessera.models.weights import abstract_params, init_params
 from tessera.train.recipes import Recipe

@@ -15,7 +15,7 @@ from tessera.calibration.calibrate import calibrate
 from tessera.calibration.remeasure import measure_again
 from tessera.core.files import DEMO_MODEL, SHIPPED
 from tessera.generate import Model, load
-from tessera.models.fetch import fetch
+from tessera.models.files.fetch import fetch
 from tessera.sparse.plan import Plan
 from tessera.sparse.promise import summary
 from tessera.train.data import library_calibration, library_corpus

@@ -14,8 +14,8 @@ from tessera import generate
 from tessera.calibration.crossover import find_crossover
 from tessera.core.files import DEMO_MODEL
 from tessera.core.shapes import ceil_div
-from tessera.models.checkpoint import fingerprint, load_params
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import fingerprint, load_params
 from tessera.models.layers import Params
 from tessera.runtime.sampling import GREEDY
 from tessera.runtime.step import Session, prefill_chunk

@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera import generate
 from tessera.core import hardware
-from tessera.models.fetch import fetch
+from tessera.models.files.fetch import fetch
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.baselines import Dense
 from tessera.workbench import measure

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.core import hardware
-from tessera.models.checkpoint import save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import save_folder
 from tessera.models.weights import init_params
 from tessera.workbench import evidence, measure
 from tessera.workbench.errors import without_names

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.text.tokenizer import Tokenizer
 
 ROOM = 128
 """Number of tokens, out of a document's length, that the document leaves free for a question and its answer.

@@ -117,7 +117,7 @@ def run(
 
 def fits(model: Model, name: str) -> bool:
     """Return whether the model's weights can take a form; print the reason if they cannot."""
-    from tessera.models.quantised import check_forms, stored_tensors
+    from tessera.models.files.quantised import check_forms, stored_tensors
 
     try:
         check_forms(stored_tensors(model.source, model.config), model.config, Path(model.source), name)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tessera.core import hardware
-from tessera.models.fetch import fetch
+from tessera.models.files.fetch import fetch
 from tessera.workbench.bench.same_file import SCRIPT
 from tessera.workbench.measure import Peer
 from tessera.workbench.served.child import Client

@@ -27,10 +27,10 @@ import numpy as np
 
 from tessera.core.child import Ended, Worker
 from tessera.core.files import Notebook, sources
-from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import fingerprint, save_folder
 from tessera.models.layers import Params
-from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import LAYER, OUTER, init_params
 from tessera.sparse.plan import Plan
 from tessera.workbench.studies.domains import nonsense

@@ -29,8 +29,8 @@ from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu.compiler import Compiler
 from tessera.deviceless.worker import memory
 from tessera.models.cache import init_cache
-from tessera.models.checkpoint import find_config
 from tessera.models.config import ModelConfig
+from tessera.models.files.checkpoint import find_config
 from tessera.models.weights import abstract_params
 from tessera.runtime.step import decode_token
 from tessera.sparse.baselines import Dense

@@ -15,8 +15,8 @@ from typing import Any
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import OBJECT, TEXT, TRUTH, check_fields, either, integer, items, maybe, number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
-from tessera.models.known_keys import COMMON_KEYS, HARMLESS_KEYS, SAME_VALUES
-from tessera.models.unread import changes_model
+from tessera.models.files.known_keys import COMMON_KEYS, HARMLESS_KEYS, SAME_VALUES
+from tessera.models.files.unread import changes_model
 
 Raw = Mapping[str, Any]
 

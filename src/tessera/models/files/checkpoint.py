@@ -27,20 +27,20 @@ from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.core.mesh import keep, mesh_of, num_head_parts, program, sharding
 from tessera.core.quant import STORED, Quantised, has_quantised
-from tessera.models import catalogue, families, gguf_model
+from tessera.models import catalogue
 from tessera.models.config import ModelConfig, stable_repr
-from tessera.models.families import parse_config, render_config
-from tessera.models.fetch import SOURCES, fetched
-from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_rows
-from tessera.models.gguf_model import gguf_config, gguf_tensors
-from tessera.models.gguf_stored import FLOATS
-from tessera.models.gguf_tokenizer import gguf_tokenizer
-from tessera.models.hub import download
-from tessera.models.layers import Layer, Params
-from tessera.models.parts import load_weight
-from tessera.models.quantised import check_forms, stored_tensors
-from tessera.models.rounded import load_quantised, sampled
-from tessera.models.tensor_file import (
+from tessera.models.files import families, gguf_model
+from tessera.models.files.families import parse_config, render_config
+from tessera.models.files.fetch import SOURCES, fetched
+from tessera.models.files.gguf_file import GgufTensor, read_gguf, read_gguf_rows
+from tessera.models.files.gguf_model import gguf_config, gguf_tensors
+from tessera.models.files.gguf_stored import FLOATS
+from tessera.models.files.gguf_tokenizer import gguf_tokenizer
+from tessera.models.files.hub import download
+from tessera.models.files.parts import load_weight
+from tessera.models.files.quantised import check_forms, stored_tensors
+from tessera.models.files.rounded import load_quantised, sampled
+from tessera.models.files.tensor_file import (
     INDEX,
     SHARD_PATTERN,
     SINGLE,
@@ -51,10 +51,11 @@ from tessera.models.tensor_file import (
     read_rows,
     write_file,
 )
-from tessera.models.tokenizer import FILES as TOKENIZER_FILES
-from tessera.models.tokenizer import Tokenizer
-from tessera.models.tokenizer_files import load_tokenizer
-from tessera.models.unread import ignoring
+from tessera.models.files.unread import ignoring
+from tessera.models.layers import Layer, Params
+from tessera.models.text.tokenizer import FILES as TOKENIZER_FILES
+from tessera.models.text.tokenizer import Tokenizer
+from tessera.models.text.tokenizer_files import load_tokenizer
 from tessera.models.weights import (
     EMBED,
     FINAL_NORM,

@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 
 from tessera.core.memory import require, require_programs
 from tessera.core.mesh import num_head_parts
-from tessera.core.quant import STORED, check_name, check_shape
+from tessera.core.quant import STORED, STORED_GROUP, check_name, check_shape
 from tessera.models.config import ModelConfig
+from tessera.models.files.gguf_file import GgufTensor, read_gguf
+from tessera.models.files.gguf_model import gguf_tensors
+from tessera.models.files.gguf_stored import KINDS, check_stored_type
+from tessera.models.files.tensor_file import Stored, read_index
 from tessera.models.footprint import Division, Types, weight_bytes
-from tessera.models.gguf_file import GgufTensor, read_gguf
-from tessera.models.gguf_model import gguf_tensors
-from tessera.models.gguf_stored import BLOCK, KINDS, check_stored_type
-from tessera.models.tensor_file import Stored, read_index
 from tessera.models.weights import form_of, input_parts, layer_name, layer_weights, outer_weights, shape_of
 
 
@@ -83,8 +83,8 @@ def _check_kept(stored: Mapping[str, GgufTensor], config: ModelConfig, source: P
     for weight in layer_weights(config):
         parts = input_parts(weight, heads) if weight.is_matrix else 1
         blocks = any(layer_name(index, weight) in kept for index in range(config.num_layers))
-        if parts > 1 and blocks and (share := shape_of(weight, config)[1] // parts) % BLOCK:
+        if parts > 1 and blocks and (share := shape_of(weight, config)[1] // parts) % STORED_GROUP:
             raise ValueError(
-                f"weights='gguf' keeps blocks of {BLOCK} inputs, but {weight.stored} has {share} inputs on each of "
-                f"{parts} devices: pass weights='int8', or use fewer devices"
+                f"weights='gguf' keeps blocks of {STORED_GROUP} inputs, but {weight.stored} has {share} inputs on each "
+                f"of {parts} devices: pass weights='int8', or use fewer devices"
             )

@@ -13,10 +13,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from tessera.core.escapes import escaped, quoted
-from tessera.models.gguf_file import GgufFile
-from tessera.models.special_tokens import surround
-from tessera.models.tokenizer import DEFAULT, Tokenizer
-from tessera.models.tokenizer_files import choose_templates
+from tessera.models.files.gguf_file import GgufFile
+from tessera.models.text.special_tokens import surround
+from tessera.models.text.tokenizer import DEFAULT, Tokenizer
+from tessera.models.text.tokenizer_files import choose_templates
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, processors
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
-from tessera.models.tokenizer_fields import ADDED_TOKENS, FLAGS, ORDER, LibraryErrors
+from tessera.models.text.tokenizer_fields import ADDED_TOKENS, FLAGS, ORDER, LibraryErrors
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tessera.core.fields import read_json
-from tessera.models.tensor_file import INDEX, SINGLE, no_weights
+from tessera.models.files.tensor_file import INDEX, SINGLE, no_weights
 
 
 def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -> Path:

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from tessera.core.escapes import quoted
 from tessera.core.files import replace_folder, write_text
-from tessera.models.chat_template import Renderer
-from tessera.models.template_traits import Traits, traits_of
-from tessera.models.tokenizer_fields import LibraryErrors
+from tessera.models.text.chat_template import Renderer
+from tessera.models.text.template_traits import Traits, traits_of
+from tessera.models.text.tokenizer_fields import LibraryErrors
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 FILES = frozenset(

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from tessera.core.fields import check_fields, parse_json, read_json
-from tessera.models.special_tokens import (
+from tessera.models.text.special_tokens import (
     ADDED_FILE,
     add_listed,
     add_named,
@@ -16,8 +16,8 @@ from tessera.models.special_tokens import (
     named_tokens,
     surround_as_set,
 )
-from tessera.models.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, TOOL_USE, Tokenizer
-from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
+from tessera.models.text.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, TOOL_USE, Tokenizer
+from tessera.models.text.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:

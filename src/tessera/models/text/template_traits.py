@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tessera.models.chat_template import Unavailable
+from tessera.models.text.chat_template import Unavailable
 
 Message = Mapping[str, Any]
 

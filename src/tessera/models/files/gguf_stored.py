@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tessera.models.gguf_file import GgufTensor, order_of_rows, raw_rows
+from tessera.core.quant import STORED_GROUP
+from tessera.models.files.gguf_file import GgufTensor, order_of_rows, raw_rows
 
 KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
 """GGUF tensor type -> kind of `Quantised` values, for the types that are kept as stored."""
 FLOATS = ("F32", "F16", "BF16")
 """GGUF tensor types that are loaded in the model's float dtype."""
-BLOCK = 32
-"""Number of inputs per block."""
 READ_BYTES = 4 << 20
 """Number of bytes read at a time."""
 
@@ -42,12 +41,13 @@ def read_stored(
         ValueError: the file was cut short, or a scale or zero point is not finite.
     """
     kind, inputs = KINDS[tensor.layout.name], tensor.shape[1]
-    row_bytes = inputs // BLOCK * tensor.layout.num_bytes
+    row_bytes = inputs // STORED_GROUP * tensor.layout.num_bytes
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
     step = max(READ_BYTES // row_bytes, 1)
+    wanted = slice(columns.start // STORED_GROUP, columns.stop // STORED_GROUP)
     for start, raw in raw_rows(name, tensor, rows, row_bytes, step):
         count = len(raw)
-        blocks = raw.reshape(count, inputs // BLOCK, -1)[:, columns.start // BLOCK : columns.stop // BLOCK]
+        blocks = raw.reshape(count, inputs // STORED_GROUP, -1)[:, wanted]
         taken = _taken_apart(blocks, kind)
         if not all(np.isfinite(part).all() for part in taken[1:] if part is not None):
             raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")

@@ -15,9 +15,9 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
-from tessera.models.ends import file_token, gguf_ends, ignored_ids
-from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
-from tessera.models.unread import changes_model
+from tessera.models.files.ends import file_token, gguf_ends, ignored_ids
+from tessera.models.files.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
+from tessera.models.files.unread import changes_model
 from tessera.models.weights import LAYER, OUTER, layer_name
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -11,10 +11,10 @@ import numpy as np
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
-from tessera.models.families import token_ids
-from tessera.models.generation_config import FILE as GENERATION
-from tessera.models.gguf_file import GgufFile, read_gguf
-from tessera.models.tokenizer import Tokenizer
+from tessera.models.files.families import token_ids
+from tessera.models.files.generation_config import FILE as GENERATION
+from tessera.models.files.gguf_file import GgufFile, read_gguf
+from tessera.models.text.tokenizer import Tokenizer
 
 NAMES = frozenset(
     "<|im_end|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <|end|> <|end_of_turn|> <end_of_turn> <end_of_utterance> <turn|> "

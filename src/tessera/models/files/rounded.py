@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tessera.core.mesh import num_head_parts, sharding
-from tessera.core.quant import SAMPLE, Form, Quantised, arrays_of, pack, round_rows
-from tessera.models.gguf_stored import BLOCK, KINDS, read_stored
-from tessera.models.parts import Box, Reader, aligned_empty, box_of, overlap
+from tessera.core.quant import SAMPLE, STORED_GROUP, Form, Quantised, arrays_of, pack, round_rows
+from tessera.models.files.gguf_stored import KINDS, read_stored
+from tessera.models.files.parts import Box, Reader, aligned_empty, box_of, overlap
 from tessera.models.weights import Weight, input_parts, quantised_axes
 
 
@@ -190,7 +190,7 @@ def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: S
     for block in map(Block._make, read_stored(name, tensor, rows, columns)):
 
         def pick(rows: np.ndarray, columns: np.ndarray, block: Block = block) -> np.ndarray:
-            group, place = np.divmod(columns, BLOCK)
+            group, place = np.divmod(columns, STORED_GROUP)
             values = block.scale[rows, group].astype(np.float32) * block.values[rows, group, place]
             return values if block.zero is None else values + block.zero[rows, group].astype(np.float32)
 
@@ -220,7 +220,7 @@ def stored_form(tensors: Mapping[str, Any]) -> Form:
             f"weights='gguf' cannot stack {', '.join(tensors)}, because their types are {' and '.join(types)}: pass "
             f"stacked=False"
         )
-    return Form(kind=KINDS[types[0]], group=BLOCK)
+    return Form(kind=KINDS[types[0]], group=STORED_GROUP)
 
 
 def sampled(size: int) -> np.ndarray:
