@@ -9,9 +9,10 @@ import openai
 from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
-from tessera.serve import server, warm
+from tessera.serve import warm
 from tessera.serve.app import create
-from tessera.serve.bodies import Bodies
+from tessera.serve.edge import server
+from tessera.serve.edge.bodies import Bodies
 from tessera.serve.site import Site
 
 CONTEXT = 256

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tessera.serve import replicas, server, warm
+from tessera.serve import warm
 from tessera.serve.app import create
-from tessera.serve.bodies import Bodies
-from tessera.serve.relay import Relay
+from tessera.serve.edge import server
+from tessera.serve.edge.bodies import Bodies
+from tessera.serve.replicas import supervisor
+from tessera.serve.replicas.relay import Relay
 from tessera.serve.site import Site
 
 CONTEXT, KEY, LIMIT_S = 256, "a-secret", 300.0
@@ -92,7 +94,7 @@ class Front:
         self.until(lambda: len(self.replicas.ready) == 2)
 
     async def _serve(self, model):
-        self.loop, self.replicas = asyncio.get_running_loop(), replicas.Replicas(self.launcher, 2)
+        self.loop, self.replicas = asyncio.get_running_loop(), supervisor.Replicas(self.launcher, 2)
         self.server = server.Server(
             server.configured(Relay(self.replicas, model.tokenizer, margin=8), self.launcher.keys), self.replicas
         )

@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tessera.core.child import Worker
-from tessera.serve import bodies, front, grammar, parsing, protocol
-from tessera.serve.turns import Turns
+from tessera.serve import grammar
+from tessera.serve.api import protocol
+from tessera.serve.edge import bodies, front, parsing
+from tessera.serve.edge.turns import Turns
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from hostile import COMPLETION, HEAD, OTHER, attacked, check_served, connect, idle, post, raw
 from live_server import KEY
 
-from tessera.serve import front, server
+from tessera.serve.edge import front, server
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tessera.models.text.tokenizer import byte_tokenizer
-from tessera.serve import tools
-from tessera.serve.calls import schemas
-from tessera.serve.protocol import ChatBody
-from tessera.serve.speech import THOUGHTS, Speech
+from tessera.serve.api import tools
+from tessera.serve.api.calls import schemas
+from tessera.serve.api.protocol import ChatBody
+from tessera.serve.api.speech import THOUGHTS, Speech
 
 FOLDER = Path(__file__).parents[1] / "golden" / "chat"
 GOLDEN = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))

@@ -16,9 +16,9 @@ from live_server import KEY, start, tiny_model
 from tiny import CONFIG
 
 from tessera.serve import asking
-from tessera.serve.parsing import parse
-from tessera.serve.protocol import ChatBody
-from tessera.serve.schema import Refusal
+from tessera.serve.api.protocol import ChatBody
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.parsing import parse
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

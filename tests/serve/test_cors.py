@@ -5,9 +5,9 @@ import asyncio
 import httpx2 as httpx
 import pytest
 
-from tessera.serve.cors import Cors, origins
-from tessera.serve.front import Front
-from tessera.serve.schema import Refusal
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.cors import Cors, origins
+from tessera.serve.edge.front import Front
 from tessera.serve.site import refusal_response
 
 HERE, THERE = "http://localhost:3000", "https://chat.example.org"

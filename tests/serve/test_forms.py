@@ -9,12 +9,12 @@ import pytest
 
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.serve import grammar
-from tessera.serve.forms import FORM_CHARACTERS, json_form
+from tessera.serve.api.forms import FORM_CHARACTERS, json_form
+from tessera.serve.api.json_schema import FORMATS, prepared
+from tessera.serve.api.protocol import ChatBody, CompletionBody
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.parsing import parse
 from tessera.serve.grammar import Grammars
-from tessera.serve.json_schema import FORMATS, prepared
-from tessera.serve.parsing import parse
-from tessera.serve.protocol import ChatBody, CompletionBody
-from tessera.serve.schema import Refusal
 
 BYTES = byte_tokenizer()
 GBNF = r"""

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tessera.core.child import Worker
 from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 from tessera.serve import grammar
-from tessera.serve.forms import json_form
+from tessera.serve.api.forms import json_form
+from tessera.serve.api.schema import Refusal
+from tessera.serve.api.tools import call_schema
 from tessera.serve.grammar import Grammars
-from tessera.serve.schema import Refusal
-from tessera.serve.tools import call_schema
 
 BYTES = byte_tokenizer()
 EOS = BYTES.eos_id

@@ -24,12 +24,12 @@ from tiny import CONFIG, save_tiny
 from tessera.core.extras import installed
 from tessera.generate import load
 from tessera.models.text.tokenizer import byte_tokenizer
-from tessera.serve import cluster, replicas, routing
-from tessera.serve.front import Front as Keys
-from tessera.serve.front import tenant_of
-from tessera.serve.protocol import ChatBody, CompletionBody
-from tessera.serve.relay import Relay
-from tessera.serve.schema import Refusal
+from tessera.serve.api.protocol import ChatBody, CompletionBody
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.front import Front as Keys
+from tessera.serve.edge.front import tenant_of
+from tessera.serve.replicas import cluster, routing, supervisor
+from tessera.serve.replicas.relay import Relay
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +163,11 @@ def test_the_front_reads_only_the_start_of_a_conversation(front):
 def test_a_request_that_ends_replicas_does_not_end_all(front, monkeypatch):
     async def lost(relay, replica, *_):
         asked.append(replica)
-        raise replicas.Lost("poison")
+        raise supervisor.Lost("poison")
 
     asked = []
     monkeypatch.setattr(Relay, "_ask", lost)
-    monkeypatch.setattr(type(front.replicas), "ready", [replicas.Replica(index) for index in range(5)])
+    monkeypatch.setattr(type(front.replicas), "ready", [supervisor.Replica(index) for index in range(5)])
     assert front.ask("x").status_code == 500
     assert len(asked) == 2
 
@@ -275,8 +275,8 @@ def test_the_tenant_of_a_front_without_keys_is_the_same_at_each_start():
 
 ERRORS = """
 import asyncio, psutil
-from tessera.serve.cluster import Cluster
-from tessera.serve.replicas import Ended
+from tessera.serve.replicas.cluster import Cluster
+from tessera.serve.replicas.supervisor import Ended
 
 def broken(keys):
     raise ImportError("half an upgrade")

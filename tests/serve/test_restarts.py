@@ -15,9 +15,9 @@ from replicated import CONTEXT, HEADERS, Front, Threads, assert_whole_or_failed,
 from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
-from tessera.serve import replicas
-from tessera.serve.relay import Relay
-from tessera.serve.schema import Refusal
+from tessera.serve.api.schema import Refusal
+from tessera.serve.replicas import supervisor
+from tessera.serve.replicas.relay import Relay
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def front(folder):
 
 def test_a_lost_replica_fails_only_started_streams_and_comes_back(front, monkeypatch):
     """Each replica has one row: of eight streams, two are started, and the others wait."""
-    monkeypatch.setattr(replicas, "PAUSES_S", (0.05, 1.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05, 1.0))
     front.slow(monkeypatch)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(streamed, front.url, number, HEADERS.items()) for number in range(8)]
@@ -63,7 +63,7 @@ def test_a_rolling_restart_replaces_each_replica_and_fails_nothing(front, monkey
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_roll_leaves_the_last_ready_replica_alone(front, monkeypatch, index, noticed):
-    monkeypatch.setattr(replicas, "PAUSES_S", (0.05, 1.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05, 1.0))
     stops, before = stops_of(front.launcher, front.replicas, monkeypatch), front.launcher.starts
     with front.launcher.held():
         front.call(front.launcher.kill, index)
@@ -91,7 +91,7 @@ def test_a_roll_stops_at_a_replica_that_does_not_start(front, monkeypatch):
     async def broken(index):
         raise OSError("the plan is wrong")
 
-    monkeypatch.setattr(replicas, "PAUSES_S", (0.05, 0.1))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05, 0.1))
     stops = stops_of(front.launcher, front.replicas, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(front.launcher, "start", broken)
@@ -105,7 +105,7 @@ def test_a_roll_stops_at_a_replica_that_does_not_start(front, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_roll_during_the_first_start_waits_until_all_are_ready(folder, monkeypatch, count):
     async def run():
-        several.append(replicas.Replicas(launcher, count))
+        several.append(supervisor.Replicas(launcher, count))
         stops = stops_of(launcher, several[0], monkeypatch)
         several[0].begin()
         while launcher.starts < count:
@@ -123,7 +123,7 @@ def test_a_roll_during_the_first_start_waits_until_all_are_ready(folder, monkeyp
 
 def test_requests_outlive_several_planned_restarts(front, monkeypatch):
     """The old processes are slow, so that the request of replica 0 ends only after it has lost both of them."""
-    monkeypatch.setattr(replicas, "DRAIN_S", 0.1)
+    monkeypatch.setattr(supervisor, "DRAIN_S", 0.1)
     front.slow(monkeypatch, seconds=1.0)
     retried = front.replicas.retried
     with ThreadPoolExecutor(2) as pool:
@@ -148,7 +148,7 @@ def no_descriptors():
 
 def test_a_front_without_free_descriptors_takes_no_replica_for_lost(front):
     async def run():
-        several = replicas.Replicas(front.launcher, 1)
+        several = supervisor.Replicas(front.launcher, 1)
         several.all[0].url = front.replicas.all[0].url
         scope = {"method": "GET", "path": "/v1/models", "raw_path": b"/v1/models", "query_string": b"", "headers": []}
         with no_descriptors():
@@ -165,7 +165,7 @@ def test_a_front_without_free_descriptors_takes_no_replica_for_lost(front):
 
 
 def test_no_counter_falls_while_replicas_are_lost_and_restarted(front, monkeypatch):
-    monkeypatch.setattr(replicas, "PAUSES_S", (0.05, 1.0))
+    monkeypatch.setattr(supervisor, "PAUSES_S", (0.05, 1.0))
     begun = front.metric("vllm:request_success_total")
     assert {front.ask("x").status_code for _ in range(8)} == {200}
     seen = [front.counters()]
@@ -181,7 +181,7 @@ def test_no_counter_falls_while_replicas_are_lost_and_restarted(front, monkeypat
         asked += 1
         if asked % 8 == 0:
             seen.append(front.counters())
-    monkeypatch.setattr(replicas, "METRICS_S", 1e-9)  # from now on no replica answers in time
+    monkeypatch.setattr(supervisor, "METRICS_S", 1e-9)  # from now on no replica answers in time
     seen.append(front.counters())
     assert [fallen(*pair) for pair in pairwise(seen)] == [{}] * (len(seen) - 1)
     monkeypatch.undo()
@@ -189,10 +189,10 @@ def test_no_counter_falls_while_replicas_are_lost_and_restarted(front, monkeypat
 
 
 def test_a_replica_that_freezes_while_it_warms_up_is_lost(monkeypatch):
-    monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
+    monkeypatch.setattr(supervisor, "ANSWER_S", 0.05)
 
     async def warm(url):
-        found = replicas.Replicas(SimpleNamespace(key="x"), 1)
+        found = supervisor.Replicas(SimpleNamespace(key="x"), 1)
         found.all[0].url = url
         try:
             await found._warmed(found.all[0])
@@ -200,5 +200,5 @@ def test_a_replica_that_freezes_while_it_warms_up_is_lost(monkeypatch):
             await found.client.aclose()
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(replicas.Lost, match="no answer to 3 health checks"):
+        with pytest.raises(supervisor.Lost, match="no answer to 3 health checks"):
             asyncio.run(warm(f"http://127.0.0.1:{silent.getsockname()[1]}"))

@@ -26,10 +26,11 @@ from tiny import CONFIG
 
 from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Failure, Request
-from tessera.serve import front, server, service, warm
 from tessera.serve import load as load_client
+from tessera.serve import service, warm
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge import front, server
 from tessera.serve.metrics import Metrics
-from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 
 EOS = CONFIG.eos_ids[0]

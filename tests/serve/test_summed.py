@@ -7,8 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from replicated import counters_of
 
-from tessera.serve import replicas, server
-from tessera.serve.summed import Totals, parsed
+from tessera.serve.edge import server
+from tessera.serve.replicas import supervisor
+from tessera.serve.replicas.summed import Totals, parsed
 
 
 def test_metrics_of_replicas_add_up_and_shares_are_means():
@@ -49,7 +50,7 @@ def test_a_process_that_reports_late_is_counted_once():
         writer.close()
 
     async def run():
-        several = replicas.Replicas(SimpleNamespace(key="x"), 1)
+        several = supervisor.Replicas(SimpleNamespace(key="x"), 1)
         async with await asyncio.start_server(late, "127.0.0.1", 0) as process:
             replica = several.all[0]
             replica.url, replica.ready = server.address(process.sockets[0]), True

@@ -12,16 +12,16 @@ from tiny import CONFIG, save_tiny
 
 from tessera.generate import load
 from tessera.models.text.tokenizer import BYTE_TEMPLATE, byte_tokenizer
-from tessera.serve import calls as calls_module
 from tessera.serve import warm
+from tessera.serve.api import calls as calls_module
+from tessera.serve.api.calls import finish_of, schemas, split
+from tessera.serve.api.speech import THOUGHTS, Speech
+from tessera.serve.api.tools import call_schema, conversation
 from tessera.serve.app import create
-from tessera.serve.bodies import Bodies
-from tessera.serve.calls import finish_of, schemas, split
+from tessera.serve.edge.bodies import Bodies
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 from tessera.serve.site import Site
-from tessera.serve.speech import THOUGHTS, Speech
-from tessera.serve.tools import call_schema, conversation
 
 ADD = {
     "type": "function",

@@ -102,7 +102,8 @@ class Serve:
         if self.path is not None and self.model is not None:
             raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
         keys = self.keys()
-        from tessera.serve import cors, server
+        from tessera.serve import app
+        from tessera.serve.edge import cors, server
 
         origins = cors.origins(self.cors or ())
         bound = server.listen(self.host, self.port)
@@ -110,7 +111,7 @@ class Serve:
             if self.replicas is not None:
                 return self.run_replicas(bound, keys, origins)
             site = self.site(keys)
-            server.run(site, bound, keys, origins)
+            app.run(site, bound, keys, origins)
         if site.service.error is not None:
             raise site.service.error
         if site.service.alive:  # the engine still computes or compiles, and would abort in Python's normal exit
@@ -135,7 +136,7 @@ class Serve:
         from tessera.cli.model_commands import named_model
         from tessera.core.mesh import parse
         from tessera.models.files.checkpoint import read_tokenizer, resolve
-        from tessera.serve import cluster
+        from tessera.serve.replicas import cluster
 
         shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
         source = resolve(named_model(self.named))
@@ -176,8 +177,8 @@ class Serve:
         from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan
         from tessera.models.files.checkpoint import resolve
-        from tessera.serve.bodies import Bodies
-        from tessera.serve.front import tenant_of
+        from tessera.serve.edge.bodies import Bodies
+        from tessera.serve.edge.front import tenant_of
         from tessera.serve.site import Site
         from tessera.serve.warm import context_that_fits, grammars_for, paging_for, pinned, start
 

@@ -1,6 +1,9 @@
 """The HTTP routes: OpenAI's completions and chat completions, tokenization, health, metrics, and a chat page."""
 
 import asyncio
+import logging
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +15,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
-from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of
-from tessera.serve.echo import echo_of, put_prompts
-from tessera.serve.front import TENANT
-from tessera.serve.marks import shown_ids, speech_of
-from tessera.serve.page import page
-from tessera.serve.protocol import (
+from tessera.serve.api.marks import shown_ids, speech_of
+from tessera.serve.api.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -25,16 +24,23 @@ from tessera.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from tessera.serve.reference import HEADERS, describe, described
-from tessera.serve.reference import page as reference
-from tessera.serve.replies import Reply
+from tessera.serve.api.reference import HEADERS, describe, described
+from tessera.serve.api.reference import page as reference
+from tessera.serve.api.replies import Reply
+from tessera.serve.api.schema import Refusal
+from tessera.serve.api.speech import Speech
+from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of
+from tessera.serve.echo import echo_of, put_prompts
+from tessera.serve.edge import server
+from tessera.serve.edge.front import TENANT
+from tessera.serve.edge.turns import in_turn, unless_gone
+from tessera.serve.page import page
 from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
-from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
 from tessera.serve.site import JSONResponse, Site, check_model, refusal_response
-from tessera.serve.speech import Speech
 from tessera.serve.token_routes import add_tokens
-from tessera.serve.turns import in_turn, unless_gone
+
+logger = logging.getLogger(__name__)
 
 
 def create(site: Site) -> FastAPI:
@@ -93,6 +99,17 @@ def create(site: Site) -> FastAPI:
     add_tokens(app, site)
     _add_state(app, site.service)
     return app
+
+
+def run(site: Site, bound: socket.socket, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
+    """Serve on a socket from `server.listen` until SIGTERM, SIGHUP or Ctrl-C, and return after the last response."""
+    running = server.Server(server.configured(create(site), keys, origins=origins), site.service)
+    server.take_signals(running)
+    closed = getattr(signal, "SIGHUP", None)  # of the server's terminal; Windows has no such signal
+    if closed is not None and signal.getsignal(closed) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(closed, running.handle_exit)
+    logger.info("%s at %s/v1, warming up", site.name, server.address(bound))
+    running.run(sockets=[bound])
 
 
 def _add_pages(app: FastAPI) -> None:

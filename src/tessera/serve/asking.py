@@ -12,12 +12,12 @@ from fastapi import Request
 from tessera.models.text.chat_template import Unavailable
 from tessera.runtime.requests import Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
-from tessera.serve.fields import refusal_of
-from tessera.serve.protocol import ChatBody, Conversation, Prompt, SamplingFields
-from tessera.serve.schema import Refusal
+from tessera.serve.api.fields import refusal_of
+from tessera.serve.api.protocol import ChatBody, Conversation, Prompt, SamplingFields
+from tessera.serve.api.schema import Refusal
+from tessera.serve.api.tools import conversation, encode
+from tessera.serve.edge.turns import in_turn
 from tessera.serve.site import Site, tokenizer_of
-from tessera.serve.tools import conversation, encode
-from tessera.serve.turns import in_turn
 
 START, SLACK = 8, 64
 """Characters per token of the context to encode first, of a longer text, and tokens by which that may exceed the

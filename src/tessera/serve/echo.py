@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tessera.serve.protocol import CompletionBody
+from tessera.serve.api.protocol import CompletionBody
 from tessera.serve.response import Answer, Echo
 from tessera.serve.site import Site
 

@@ -22,9 +22,9 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
-from tessera.serve.forms import FORM_CHARACTERS, Form
-from tessera.serve.json_schema import check, prepared
-from tessera.serve.schema import Refusal
+from tessera.serve.api.forms import FORM_CHARACTERS, Form
+from tessera.serve.api.json_schema import check, prepared
+from tessera.serve.api.schema import Refusal
 
 COMPACT = {"whitespace_flexible": False}
 """Option of llguidance that forbids optional white space; otherwise a model may write white space indefinitely."""

@@ -10,12 +10,12 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from tessera.runtime.requests import End, Failure, Token
-from tessera.serve.calls import finish_of
-from tessera.serve.protocol import StreamOptions
-from tessera.serve.replies import Reply, usage, usage_so_far
-from tessera.serve.schema import Refusal
+from tessera.serve.api.calls import finish_of
+from tessera.serve.api.protocol import StreamOptions
+from tessera.serve.api.replies import Reply, usage, usage_so_far
+from tessera.serve.api.schema import Refusal
+from tessera.serve.api.speech import Said, Speech
 from tessera.serve.service import Job
-from tessera.serve.speech import Said, Speech
 
 
 @dataclass(frozen=True)

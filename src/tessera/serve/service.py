@@ -16,8 +16,8 @@ import jax
 
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import End, Event, Failure, Request
+from tessera.serve.api.schema import Refusal
 from tessera.serve.metrics import Metrics
-from tessera.serve.schema import Refusal
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from fastapi.responses import JSONResponse as UnicodeResponse
 
 from tessera.generate import Model
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve.bodies import Bodies
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.bodies import Bodies
+from tessera.serve.edge.mail import Mail
+from tessera.serve.edge.turns import Turns
 from tessera.serve.grammar import Grammars
-from tessera.serve.mail import Mail
-from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
-from tessera.serve.turns import Turns
 
 
 class JSONResponse(UnicodeResponse):

@@ -4,12 +4,12 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 
+from tessera.serve.api.protocol import ChatBody, DetokenizeBody, TokenizeBody
+from tessera.serve.api.reference import described
+from tessera.serve.api.schema import Refusal
 from tessera.serve.asking import encode_parts, render, templated
-from tessera.serve.protocol import ChatBody, DetokenizeBody, TokenizeBody
-from tessera.serve.reference import described
-from tessera.serve.schema import Refusal
+from tessera.serve.edge.turns import in_turn
 from tessera.serve.site import Site, check_model, tokenizer_of
-from tessera.serve.turns import in_turn
 
 
 def add_tokens(app: FastAPI, site: Site) -> None:

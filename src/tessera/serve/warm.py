@@ -16,13 +16,13 @@ from tessera.runtime.engine import Engine
 from tessera.runtime.pool import Paging
 from tessera.runtime.sampling import Sampling
 from tessera.runtime.step import require_room
+from tessera.serve.api.protocol import ChatBody
+from tessera.serve.api.schema import Refusal
+from tessera.serve.api.tools import encode
+from tessera.serve.edge.parsing import parse
 from tessera.serve.grammar import Grammars
 from tessera.serve.metrics import Metrics
-from tessera.serve.parsing import parse
-from tessera.serve.protocol import ChatBody
-from tessera.serve.schema import Refusal
 from tessera.serve.service import Service
-from tessera.serve.tools import encode
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import httpx2
 from prometheus_client.metrics_core import Metric
 
-from tessera.serve.server import DRAIN_S, HEADER_S
-from tessera.serve.summed import Totals, counted, parsed
+from tessera.serve.edge.server import DRAIN_S, HEADER_S
+from tessera.serve.replicas.summed import Totals, counted, parsed
 
 logger = logging.getLogger(__name__)
 

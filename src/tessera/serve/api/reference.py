@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tessera.serve.schema import Schema
+from tessera.serve.api.schema import Schema
 
 REFERENCE = "#/components/schemas/"
 """Start of the references to schemas in an OpenAPI description."""

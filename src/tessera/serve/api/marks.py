@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve.call_forms import SPECIAL
-from tessera.serve.calls import schemas
-from tessera.serve.protocol import ChatBody
-from tessera.serve.speech import THOUGHTS, Speech
+from tessera.serve.api.call_forms import SPECIAL
+from tessera.serve.api.calls import schemas
+from tessera.serve.api.protocol import ChatBody
+from tessera.serve.api.speech import THOUGHTS, Speech
 
 LAST = 16
 """Number of tokens at the end of a prompt among which the mark that opens the reasoning is looked for."""

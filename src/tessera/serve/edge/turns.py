@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import Request
 
-from tessera.serve.front import TENANT
-from tessera.serve.schema import Refusal
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.front import TENANT
 
 
 class Turns:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-from tessera.serve.tools import subschemas
+from tessera.serve.api.tools import subschemas
 
 INT64 = 1 << 63
 """Integers from this number on do not fit in 64 bits."""

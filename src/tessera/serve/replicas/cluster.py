@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve import server
 from tessera.serve.app import create
-from tessera.serve.relay import Relay
-from tessera.serve.replicas import Ended, Lost, Replicas
+from tessera.serve.edge import server
+from tessera.serve.replicas.relay import Relay
+from tessera.serve.replicas.supervisor import Ended, Lost, Replicas
 from tessera.serve.site import Site
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,9 @@ class Actor:
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("tessera").setLevel(logging.INFO)
-        logging.getLogger("tessera.serve.front").setLevel(logging.WARNING)  # the server in front logs every request
+        logging.getLogger("tessera.serve.edge.front").setLevel(
+            logging.WARNING
+        )  # the server in front logs every request
         site = build(keys)
         self._service = site.service
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tessera.serve.history import parsed
-from tessera.serve.schema import Refusal, Schema
+from tessera.serve.api.history import parsed
+from tessera.serve.api.schema import Refusal, Schema
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve.protocol import ChatBody, CompletionBody
-from tessera.serve.tools import encode
+from tessera.serve.api.protocol import ChatBody, CompletionBody
+from tessera.serve.api.tools import encode
 
 PAGE = 64
 """Number of tokens in the routing key: the smallest page of any platform. Prompts that share a page thus have equal

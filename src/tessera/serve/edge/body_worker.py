@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-from tessera.serve import protocol
-from tessera.serve.parsing import parse
+from tessera.serve.api import protocol
+from tessera.serve.edge.parsing import parse
 
 NICENESS = 5
 """Added to the server's niceness: the engine gets most of the processor time."""

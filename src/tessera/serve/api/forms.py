@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tessera.serve.schema import Refusal, Schema
+from tessera.serve.api.schema import Refusal, Schema
 
 FORM_CHARACTERS = 1 << 16
 """Maximum characters of a schema, regex or grammar. For some larger ones, llguidance takes seconds."""

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from tessera.runtime.answers import Generation
 from tessera.runtime.requests import Token
-from tessera.serve.calls import finish_of
-from tessera.serve.speech import Said, Speech
+from tessera.serve.api.calls import finish_of
+from tessera.serve.api.speech import Said, Speech
 
 NOTHING = Said()
 

@@ -10,9 +10,9 @@ import weakref
 from fastapi import Request
 
 from tessera.core.child import Ended, Worker
-from tessera.serve.parsing import parse
-from tessera.serve.schema import Refusal, Schema
-from tessera.serve.turns import Turns, in_turn
+from tessera.serve.api.schema import Refusal, Schema
+from tessera.serve.edge.parsing import parse
+from tessera.serve.edge.turns import Turns, in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Bodies:
     def __init__(self, context: int | None = None):
         self.context = context
         self._turns = Turns()
-        command = [sys.executable, "-P", "-m", "tessera.serve.body_worker"]
+        command = [sys.executable, "-P", "-m", "tessera.serve.edge.body_worker"]
         self._worker = Worker(command, ready_s=READY_S, exit_s=2.0)
         weakref.finalize(self, self._worker.close)
 

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve.history import fitted, taught, told, without_system
+from tessera.serve.api.history import fitted, taught, told, without_system
 
 DATA = {"const", "enum", "default", "examples"}
 """Keywords of JSON Schema whose values are data, not schemas."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tessera.serve.call_forms import Tools
-from tessera.serve.calls import forced, safe_end, split
+from tessera.serve.api.call_forms import Tools
+from tessera.serve.api.calls import forced, safe_end, split
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks around a model's reasoning: of DeepSeek R1 and Qwen3, and of Magistral."""

@@ -7,8 +7,8 @@ from hashlib import blake2b
 from typing import Any
 
 from tessera.models.text.template_traits import SHORT_ID, Traits
-from tessera.serve.call_forms import CLOSE, OPEN
-from tessera.serve.calls import ID_CHARACTERS
+from tessera.serve.api.call_forms import CLOSE, OPEN
+from tessera.serve.api.calls import ID_CHARACTERS
 
 Message = Mapping[str, Any]
 

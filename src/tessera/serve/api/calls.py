@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tessera.serve.call_forms import BARE, BLOCK, FORMS, LANGUAGE, LEFT, Call, Form, Tools, call_of, past, value_at
+from tessera.serve.api.call_forms import BARE, BLOCK, FORMS, LANGUAGE, LEFT, Call, Form, Tools, call_of, past, value_at
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from tessera.serve.cors import LOCAL
-from tessera.serve.schema import Refusal
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.cors import LOCAL
 
 logger = logging.getLogger(__name__)
 

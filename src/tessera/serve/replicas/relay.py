@@ -12,14 +12,14 @@ import httpx2
 from fastapi import Response
 
 from tessera.models.text.tokenizer import Tokenizer
-from tessera.serve.bodies import Bodies
-from tessera.serve.front import TENANT, Message, Receive, Send
-from tessera.serve.protocol import ChatBody, CompletionBody
-from tessera.serve.replicas import Lost, Replica, Replicas, full
-from tessera.serve.routing import choose, first_page
-from tessera.serve.schema import Refusal
+from tessera.serve.api.protocol import ChatBody, CompletionBody
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.bodies import Bodies
+from tessera.serve.edge.front import TENANT, Message, Receive, Send
+from tessera.serve.edge.turns import Turns
+from tessera.serve.replicas.routing import choose, first_page
+from tessera.serve.replicas.supervisor import Lost, Replica, Replicas, full
 from tessera.serve.site import refusal_response
-from tessera.serve.turns import Turns
 
 PROMPTS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 """Route -> schema of its body, for the routes whose prompt decides which replica answers. Any replica can answer other

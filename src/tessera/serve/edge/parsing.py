@@ -4,8 +4,8 @@ from reprlib import Repr
 
 from pydantic import ValidationError
 
-from tessera.serve.fields import refusal_of
-from tessera.serve.schema import Refusal, Schema
+from tessera.serve.api.fields import refusal_of
+from tessera.serve.api.schema import Refusal, Schema
 
 MAX_VALUES, MAX_FIELDS = 300_000, 50_000
 """Maximum number of commas and of opening brackets in a request's body, including those inside texts (of commas, twice

@@ -16,11 +16,11 @@ from pydantic import AfterValidator, Field
 
 from tessera.runtime.limits import RANKS
 from tessera.runtime.sampling import KINDS
-from tessera.serve.fields import IGNORED, NEUTRAL, refusal_of
-from tessera.serve.forms import Form, FormFields, json_form
-from tessera.serve.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
-from tessera.serve.schema import Refusal, Schema
-from tessera.serve.tools import call_schema
+from tessera.serve.api.fields import IGNORED, NEUTRAL, refusal_of
+from tessera.serve.api.forms import Form, FormFields, json_form
+from tessera.serve.api.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
+from tessera.serve.api.schema import Refusal, Schema
+from tessera.serve.api.tools import call_schema
 
 MAX_CHOICES = 8
 """Maximum number of answers to one prompt."""

@@ -23,11 +23,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.core import interrupt
-from tessera.serve.app import create
-from tessera.serve.cors import Cors
-from tessera.serve.front import Front
-from tessera.serve.schema import Refusal
-from tessera.serve.site import Site
+from tessera.serve.api.schema import Refusal
+from tessera.serve.edge.cors import Cors
+from tessera.serve.edge.front import Front
 
 logger = logging.getLogger(__name__)
 
@@ -336,17 +334,6 @@ def configured(
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-
-
-def run(site: Site, bound: socket.socket, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
-    """Serve on a socket from `listen` until SIGTERM, SIGHUP or Ctrl-C, and return after the last response."""
-    server = Server(configured(create(site), keys, origins=origins), site.service)
-    take_signals(server)
-    closed = getattr(signal, "SIGHUP", None)  # of the server's terminal; Windows has no such signal
-    if closed is not None and signal.getsignal(closed) is not signal.SIG_IGN:  # nohup ignores it
-        signal.signal(closed, server.handle_exit)
-    logger.info("%s at %s/v1, warming up", site.name, address(bound))
-    server.run(sockets=[bound])
 
 
 def take_signals(server: Server) -> None:

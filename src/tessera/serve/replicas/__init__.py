@@ -1,0 +1,1 @@
+"""Several servers behind one front: processes, their health, routing, merged metrics."""
