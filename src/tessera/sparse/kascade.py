@@ -10,7 +10,7 @@ themselves with cheap scores (`estimate.py`), because on a real model, the heads
 other layer selects.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
-from tessera.sparse.plan import Plan, check_budgets, check_choice, check_head_map, check_layers
+from tessera.sparse.plan import Choice, Plan
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
 
@@ -45,37 +45,13 @@ class KascadeState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kascade(Policy):
-    """Anchor layers score all keys, layers in `own` select by cheap scores, and all other layers reuse a selection.
-
-    The attributes are documented in `Plan`.
-    """
-
-    anchors: tuple[int, ...]
-    head_map: tuple[tuple[int, ...], ...]
-    heads: str = "remap"
-    tile: int = 16
-    query_tile: int = 32
-    local: int = 0
-    sinks: int = 0
-    fraction: float = 0.1
-    minimum: int = 128
-    own: tuple[int, ...] = ()
-    budgets: tuple[tuple[float, ...], ...] = ()
-    score_keys: int = 4
-    score_rows: int = 1
-    crossover_tokens: int = 0
-
-    def __post_init__(self):
-        check_head_map(self.head_map, len(self.head_map), len(self.head_map[0]))
-        check_layers(self.anchors, self.own, self.head_map)
-        check_budgets(self.budgets, len(self.head_map), len(self.head_map[0]))
-        check_choice(self)
+class Kascade(Choice, Policy):
+    """Anchor layers score all keys, layers in `own` select by cheap scores, and all other layers reuse a selection."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Kascade":
         """Build the policy that a plan describes."""
-        return cls(**{f.name: getattr(plan, f.name) for f in fields(cls)})
+        return cls(**plan.choice())
 
     @property
     def name(self) -> str:

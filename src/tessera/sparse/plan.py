@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,12 +52,10 @@ MEASURED and COUNTED name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which layers of one model score keys, which reuse a selection, and how much each reads.
+class Choice:
+    """Which layers score keys, which reuse a selection, and how much each reads: what a plan and its policy share.
 
     Attributes:
-        model: fingerprint of the weights that the plan was made for.
-        num_layers, num_kv_heads: sizes of that model, so that a mismatch is reported before anything runs.
         anchors: layers that read all keys, ascending; layer 0 is in `anchors` or in `own`.
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
         head_map: [L][K]: for each KV head of a layer, the source's KV head whose choice the head uses. The source of a
@@ -75,16 +73,8 @@ class Plan:
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
         crossover_tokens: requests of fewer tokens, max_new_tokens included, use dense attention, which is faster for
             them.
-        promise: empty, or these fields: the target (`keep`, `max_kl`), the measured values (`measured`, with the names
-            in MEASURED and COUNTED), the lengths of the windows that were measured (`judged_tokens`), whether the
-            budgets were set on other windows (`fresh`), and whether the measured values meet the target (`held`).
-        provenance: origin of the plan: corpus hash, date, tessera version, device.
-        metrics: measurements during calibration: similarity, importance, recall, density, perplexity, cross-over times.
     """
 
-    model: str
-    num_layers: int
-    num_kv_heads: int
     anchors: tuple[int, ...]
     head_map: tuple[tuple[int, ...], ...]
     heads: str = "remap"
@@ -99,6 +89,39 @@ class Plan:
     score_keys: int = 4
     score_rows: int = 1
     crossover_tokens: int = 0
+
+    def __post_init__(self):
+        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
+        check_budget(self.fraction, self.minimum, self.local, self.sinks)
+        Estimate(keys=self.score_keys, rows=self.score_rows).check(self.tile if self.own else self.score_keys)
+        if self.heads not in HEADS:
+            raise ValueError(f"heads={quoted(self.heads)} must be one of {HEADS}")
+        check_head_map(self.head_map, len(self.head_map), len(self.head_map[0]) if self.head_map else 0)
+        check_layers(self.anchors, self.own, self.head_map)
+        check_budgets(self.budgets, len(self.head_map), len(self.head_map[0]))
+
+    def choice(self) -> dict[str, Any]:
+        """Return the fields of this record, without those of a subclass."""
+        return {field.name: getattr(self, field.name) for field in fields(Choice)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Choice):
+    """A choice made for one model, with what was promised and measured.
+
+    Attributes:
+        model: fingerprint of the weights that the plan was made for.
+        num_layers, num_kv_heads: sizes of that model, so that a mismatch is reported before anything runs.
+        promise: empty, or these fields: the target (`keep`, `max_kl`), the measured values (`measured`, with the names
+            in MEASURED and COUNTED), the lengths of the windows that were measured (`judged_tokens`), whether the
+            budgets were set on other windows (`fresh`), and whether the measured values meet the target (`held`).
+        provenance: origin of the plan: corpus hash, date, tessera version, device.
+        metrics: measurements during calibration: similarity, importance, recall, density, perplexity, cross-over times.
+    """
+
+    model: str
+    num_layers: int
+    num_kv_heads: int
     promise: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -108,14 +131,12 @@ class Plan:
         object.__setattr__(self, "own", tuple(self.own))
         for name in ("head_map", "budgets"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
-        check_choice(self)
+        check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
+        super().__post_init__()
         check_query_tile(self.query_tile)
         check_promise(self.promise)
         if not 0 <= self.crossover_tokens <= MAX_INT32:
             raise ValueError(f"crossover_tokens={self.crossover_tokens} must be from 0 to {MAX_INT32}")
-        check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
-        check_layers(self.anchors, self.own, self.head_map)
-        check_budgets(self.budgets, self.num_layers, self.num_kv_heads)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
@@ -200,15 +221,6 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
     for layer, row in enumerate(budgets):
         if any(not 0 <= value <= 1 for value in row):
             raise ValueError(f"budgets[{layer}]={quoted(list(row))} must be fractions from 0 to 1")
-
-
-def check_choice(found: Any) -> None:
-    """Raise ValueError unless tile sizes, budget, cheap scores and `heads` of `found`, a plan or policy, are valid."""
-    AttentionSpec(tile=found.tile, query_tile=found.query_tile)
-    check_budget(found.fraction, found.minimum, found.local, found.sinks)
-    Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
-    if found.heads not in HEADS:
-        raise ValueError(f"heads={quoted(found.heads)} must be one of {HEADS}")
 
 
 def check_query_tile(size: int) -> None:
