@@ -73,7 +73,7 @@ FLAGS = {
         "--fraction --window --softcap --model -m --weights --cache --mesh --attention --kernel --config --limit-s "
         "--picture --evidence --json --debug"
     ).split(),
-    "plan": (
+    "fit": (
         "--chip --devices --batch --length --chunk --plan --weights --compile --limit-s --picture --json --debug"
     ).split(),
     "study": (),

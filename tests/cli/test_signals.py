@@ -77,7 +77,7 @@ def test_a_kill_damages_nothing(tmp_path):
     assert not interrupted.faults(end, tmp_path, LIMIT_S, signal.SIGKILL), end
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["plan", "llama-3.1-8b"]])
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["fit", "llama-3.1-8b"]])
 def test_a_closed_pipe_ends_the_command_silently(argv):
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-m", "tessera", *argv], stdout=pipe, stderr=pipe) as process:

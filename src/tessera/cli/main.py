@@ -19,11 +19,11 @@ import tyro
 from tessera.cli import flags, remote, usage
 from tessera.cli.calibrate import Calibrate
 from tessera.cli.errors import check_address_space, explained
+from tessera.cli.fit import Fit
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.load import Load
 from tessera.cli.model_commands import Convert, Fetch, named_model
-from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.serve import Serve
 from tessera.cli.simulate import Simulate
@@ -302,7 +302,7 @@ COMMANDS = MappingProxyType(
         "eval": Eval,
         "report": Report,
         "inspect": Inspect,
-        "plan": Plan,
+        "fit": Fit,
         "study": Study,
     }
 )
@@ -358,6 +358,9 @@ def parse(argv: list[str]):
         SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
     """
     words = [*argv[1:], "--help"] if argv[:1] == ["help"] else argv or ["--help"]
+    if words[0] == "plan":
+        say("note: `tessera plan` is now `tessera fit`, because a plan is what `tessera calibrate` writes")
+        words = ["fit", *words[1:]]
     kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
     prog, kind, below = "tessera", Union[*kinds], COMMANDS
     while below and words and not re.fullmatch("-h|--help|--tyro-.*", words[0]):  # --tyro-* writes shell completions

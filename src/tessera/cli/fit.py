@@ -1,7 +1,4 @@
-"""The `tessera plan` command, which predicts whether a model fits, and its flags.
-
-Heavy modules are imported only when the command runs.
-"""
+"""The `tessera fit` command: does a model fit on a chip, and how fast will it run."""
 
 import json
 from dataclasses import dataclass
@@ -15,9 +12,8 @@ from tessera.core import interrupt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Predict whether a model fits on a chip, and how fast it runs. (A Kascade plan is something else: the file that
-    `tessera calibrate` writes and --plan reads.)
+class Fit:
+    """Predict whether a model fits on a chip, and how fast it runs.
 
     Exit code: 0 if some pair of weight and cache types fits; 1 if none does, or if the compiler refuses a step of
     --compile for lack of memory; 2 after an error.
@@ -60,11 +56,11 @@ class Plan:
         if self.json:
             print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
         else:
-            from tessera.cli import plan_tables
+            from tessera.cli import fit_tables
 
-            plan_tables.print_answer(answer, self.model, checks)
+            fit_tables.print_answer(answer, self.model, checks)
         if self.picture is not None:
-            from tessera.cli.plan_picture import draw
+            from tessera.cli.fit_picture import draw
 
             interrupt.check()
             draw(answer, self.model, self.picture)

@@ -1,4 +1,4 @@
-"""Picture of `tessera plan`: one bar of memory per pair of weight and cache types, stacked by what takes the memory,
+"""Picture of `tessera fit`: one bar of memory per pair of weight and cache types, stacked by what takes the memory,
 and a line at the chip's usable memory."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tessera plan`: what it prints, and one sentence and exit code 2 for every impossible request."""
+"""`tessera fit`: what it prints, and one sentence and exit code 2 for every impossible request."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tessera.core.memory import format_bytes
 from tessera.deviceless import model_inspection
 from tessera.deviceless.model_inspection import StepInspection
 
-LLAMA = "plan llama-3.1-8b --chip v6e --devices 8 --batch 4 --length 131072"
+LLAMA = "fit llama-3.1-8b --chip v6e --devices 8 --batch 4 --length 131072"
 REFUSED = [
     ("llama-3.1-8b --length 0", "--length 0 must be at least 1 and below 2,147,483,648"),
     ("llama-3.1-8b --batch 1000000000000", "--batch 1000000000000 must be at least 1 and below"),
@@ -34,30 +34,37 @@ REFUSED = [
 @pytest.mark.parametrize(("flags", "words"), REFUSED)
 def test_impossible_requests(flags, words, capsys, monkeypatch):
     monkeypatch.setattr(model_inspection, "inspect_step", lambda *_, **__: pytest.fail("it compiled"))
-    assert cli.main(["plan", *flags.split()]) == 2
+    assert cli.main(["fit", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
     assert words in err
 
 
+def test_its_old_name_works_and_names_the_new_one(capsys):
+    assert cli.main(["plan", "llama-3.1-8b", "--length", "0"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert "`tessera plan` is now `tessera fit`" in note
+    assert "--length 0 must be" in error
+
+
 def test_unknown_chips_are_refused(capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(["plan", "llama-3.1-8b", "--chip", "v9"])
+        cli.main(["fit", "llama-3.1-8b", "--chip", "v9"])
     assert end.value.code == 2
     assert "v9" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_config_and_one_whose_vocabulary_does_not_divide(tmp_path, capsys):
-    assert cli.main(["plan", str(tmp_path)]) == 2
+    assert cli.main(["fit", str(tmp_path)]) == 2
     assert "it has no config.json" in capsys.readouterr().err
     config = {"model_type": "llama", "vocab_size": 1001, "hidden_size": 64, "intermediate_size": 128}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert cli.main(["plan", str(tmp_path), "--devices", "2"]) == 2
+    assert cli.main(["fit", str(tmp_path), "--devices", "2"]) == 2
     assert "cannot split vocab_size=1001 into 2 equal parts" in capsys.readouterr().err
-    assert cli.main(["plan", str(tmp_path), "--length", "600"]) == 0
+    assert cli.main(["fit", str(tmp_path), "--length", "600"]) == 0
     assert "context is 512 tokens, less than the planned 600" in capsys.readouterr().out
 
 
@@ -68,7 +75,7 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
     assert "First choice: weights, cache = bfloat16, bfloat16" in shown
     assert "A prefill chunk of 4,096 rows is shared by heads" in shown
     assert shown.count("kascade") == 16
-    assert cli.main("plan llama-3.1-70b --chip v5e".split()) == 1
+    assert cli.main("fit llama-3.1-70b --chip v5e".split()) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits. int4, int8: " in shown
     assert "Predicted" not in shown
@@ -76,7 +83,7 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
 
 def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys):
     """One line per reason, whether or not another pair fits; types that are only too large have none."""
-    assert cli.main("plan llama-3.1-8b --devices 16 --weights bfloat16 int8".split()) == 0
+    assert cli.main("fit llama-3.1-8b --devices 16 --weights bfloat16 int8".split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("Refused: ") == 1
     assert "Refused: weights bfloat16, int8 with cache int8: an int8 cache cannot be split over devices" in shown
@@ -84,7 +91,7 @@ def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = f"plan {tmp_path} --length 512 --weights int4-g64 int8 --devices 2"
+    flags = f"fit {tmp_path} --length 512 --weights int4-g64 int8 --devices 2"
     assert cli.main([*flags.split(), "--batch", "100000000"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("Refused: weights int4-g64 with cache bfloat16, int8: ") == shown.count("Refused: ") == 1
@@ -95,7 +102,7 @@ def test_it_says_why_devices_cannot_share_a_model_in_some_types(tmp_path, capsys
 def test_it_says_that_shares_are_of_wider_heads(model, said, capsys):
     """llama-3.2-1b has heads of 64, llama-3.2-3b of 128."""
     words = "share of the peak rate as with heads of 128 elements; with 64, prefill takes longer than predicted."
-    assert cli.main(f"plan {model} --weights bfloat16".split()) == 0
+    assert cli.main(f"fit {model} --weights bfloat16".split()) == 0
     assert (words in " ".join(capsys.readouterr().out.split())) == said
 
 

@@ -1,4 +1,4 @@
-"""Tables and notes that `tessera plan` prints without --json."""
+"""Tables and notes that `tessera fit` prints without --json."""
 
 from rich import box
 from rich.console import Console
