@@ -1,9 +1,9 @@
-"""Attention calls for the attention tests: names of `tessera.workbench.trials`, and helpers that only tests need."""
+"""Attention calls for the attention tests: names of `tessera.measure.trials`, and helpers that only tests need."""
 
 import dataclasses
 
 from tessera.attention.kernel import Kernel
-from tessera.workbench.trials import (
+from tessera.measure.trials import (
     catalogue,
     compiled,
     dtype_of,

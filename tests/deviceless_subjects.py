@@ -116,7 +116,7 @@ def slow():
 
 def splash(length, dtype):
     """Build the peer of dense prefill as `tessera bench` compiles it, with 2 heads over 1."""
-    from tessera.workbench.bench import peers  # imported here, so that the other subjects' processes start sooner
+    from lab.bench import peers  # imported here, so that the other subjects' processes start sooner
 
     def attend(q, k, v):
         with peers.exact(dtype):

@@ -34,7 +34,7 @@ COMMANDS = {
     "convert": "convert MODEL converted",
 }
 """Name -> arguments of a command on the shipped model; TEXT and MODEL are replaced by paths."""
-MODEL = Path(__file__).parents[1] / "src/tessera/demo/model"
+MODEL = Path(__file__).parents[1] / "src/tessera/shipped/model"
 TEXT = Path(__file__).parents[1] / "README.md"
 
 

@@ -199,7 +199,7 @@ def forward(name: str, kind: str):
     """Return a function that runs a kernel of the table and lists the faults of its answer."""
     from tessera.attention import oracle
     from tessera.attention.dispatch import KERNELS
-    from tessera.workbench import trials, verify
+    from tessera.measure import trials, verify
 
     kernel = next(k for k in KERNELS if k.name == name)
     call = trials.make(workload(kernel, kind), kernel.role, "bfloat16")
@@ -225,7 +225,7 @@ def gradient(name: str):
     from tessera.attention.contract import AttentionOut, Positions
     from tessera.attention.gpu import backward as gpu_backward
     from tessera.attention.gpu import prefill as gpu_prefill
-    from tessera.workbench import trials
+    from tessera.measure import trials
 
     work = backward_workload()
     call = trials.make(work, "dense", "bfloat16")
@@ -250,7 +250,7 @@ def gradient(name: str):
 
 def verdict(name: str, kind: str, site: int) -> dict:
     """Run a mutant; return the faults that caught it (none if it passes), and the kernel's sites of each kind."""
-    from tessera.workbench import trials
+    from tessera.measure import trials
 
     faults = gradient(name) if name in GRADIENTS else forward(name, "list" if kind == "list" else "none")
     LEFT_OUT[0] = f"mutant {kind} {site}."

@@ -2,14 +2,17 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
-SOURCE = Path(__file__).parents[1] / "src" / "tessera"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tessera"
+LAB = ROOT / "lab"
+LINES = 47_700
+"""Maximum lines of Python in the package."""
 
 # A floor imports only floors listed before it; within a floor, a room (package or module) imports only itself.
 FLOORS = [
@@ -26,15 +29,14 @@ FLOORS = [
     {"calibration", "generate", "doctor"},
     {"serve.api"},
     {"serve.edge"},
-    {"chat", "serve"},
+    {"chat", "serve", "measure"},
     {"serve.replicas"},
-    {"workbench"},
-    {"demo"},
     {"cli"},
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 MODULES = sorted(SOURCE.rglob("*.py"))
+LAB_MODULES = sorted(path for path in LAB.rglob("*.py") if not {"tests", "peers"} & set(path.relative_to(LAB).parts))
 
 
 def dotted(path: Path) -> str:
@@ -73,15 +75,24 @@ def graph() -> dict[str, set[str]]:
     return {dotted(path): imports(path) for path in MODULES if dotted(path) not in {"", "__main__"}}
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parent != SOURCE or path.stem[0] != "_"], ids=dotted)
-def test_imports_point_one_way(path):
-    module = dotted(path)
-    for target in imports(path):
-        assert target, f"{module} imports the package root"
-        if module == "attention":  # the callable package imports dispatch, which is on a higher floor
+def test_imports_point_one_way():
+    wrong = []
+    for path in MODULES:
+        module = dotted(path)
+        if module in {"", "__main__", "attention"}:  # the callable package imports dispatch, on a higher floor
             continue
-        here, there = room_of(module), room_of(target)
-        assert here == there or ROOMS[there] < ROOMS[here], f"{module} must not import {target}"
+        for target in imports(path):
+            here, there = room_of(module), room_of(target) if target else "the package root"
+            if here != there and not (target and ROOMS[there] < ROOMS[here]):
+                wrong.append(f"{module} must not import {target or there}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_never_imports_the_laboratory():
+    """`lab/` is not in the wheel: it imports the package, never the reverse."""
+    for path in MODULES:
+        found = [line for line in path.read_text().splitlines() if re.match(r"\s*(from|import) lab\b", line)]
+        assert not found, f"{dotted(path)}: {found}"
 
 
 def test_no_circle():
@@ -147,31 +158,44 @@ def test_the_tests_of_a_file_run_in_one_process(request):
 
 
 def test_module_names_say_something():
-    assert not BANNED_NAMES & {path.stem for path in MODULES}
+    assert not BANNED_NAMES & {path.stem for path in (*MODULES, *LAB.rglob("*.py"))}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
-def test_budgets(path):
-    """A file has at most 450 lines; a function 60 without docstring (120 in attention) and 9 positional parameters."""
-    text = path.read_text()
-    assert len(text.splitlines()) <= 450, f"{dotted(path)} has {len(text.splitlines())} lines: split it by role"
-    kernels = dotted(path).startswith("attention.")
-    limit = 120 if kernels else 60
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            doc = node.body[0] if ast.get_docstring(node) else None
-            length = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
-            assert length <= limit, f"{dotted(path)}:{node.lineno} {node.name} has {length} lines (limit {limit})"
-            count = len(node.args.args) + len(node.args.posonlyargs) - (node.args.args[:1] == ["self"])
-            assert count <= 9, f"{dotted(path)}:{node.lineno} {node.name} takes {count} positional parameters"
+def test_the_package_stays_small():
+    """Lower LINES whenever the package shrinks; 42,000 is the goal."""
+    count = sum(len(path.read_text().splitlines()) for path in MODULES)
+    assert count <= LINES, f"the package has {count} lines: cut something, or move what only measures it into lab/"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
-def test_no_silent_errors(path):
+def test_budgets():
+    """A kernel's file has at most 650 lines, any other 450; a function 60 without docstring (in attention 120) and 9
+    positional parameters."""
+    wrong = []
+    for path in (*MODULES, *LAB_MODULES):
+        text, name = path.read_text(), path.relative_to(ROOT)
+        kernels = path.is_relative_to(SOURCE / "attention")
+        if (count := len(text.splitlines())) > (most := 650 if kernels else 450):
+            wrong.append(f"{name} has {count} lines (limit {most}): split it by role")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                doc = node.body[0] if ast.get_docstring(node) else None
+                length = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
+                if length > (most := 120 if kernels else 60):
+                    wrong.append(f"{name}:{node.lineno} {node.name} has {length} lines (limit {most})")
+                count = len(node.args.args) + len(node.args.posonlyargs) - (node.args.args[:1] == ["self"])
+                if count > 9:
+                    wrong.append(f"{name}:{node.lineno} {node.name} takes {count} positional parameters")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_silent_errors():
     """Refuse `except` without a class or with a broad one, unless it only raises a clearer error from the first."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
-            reworded = len(node.body) == 1 and isinstance(node.body[0], ast.Raise) and node.body[0].cause
-            broad = names & {"bare", "Exception", "BaseException"}
-            assert reworded or not broad, f"{dotted(path)}:{node.lineno} catches {names}"
+    wrong = []
+    for path in (*MODULES, *LAB_MODULES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
+                reworded = len(node.body) == 1 and isinstance(node.body[0], ast.Raise) and node.body[0].cause
+                if names & {"bare", "Exception", "BaseException"} and not reworded:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} catches {names}")
+    assert not wrong, "\n".join(wrong)

@@ -6,12 +6,14 @@ Ctrl-C or a closed output pipe ends the command without a traceback, even while 
 import os
 import signal
 import sys
+from importlib import import_module
 
 
-def run() -> int:
+def run(module: str = "tessera.cli.main") -> int:
     """Run the command line and return its exit code: 130 after Ctrl-C, 141 if standard output is a closed pipe.
 
-    141 is 128 + SIGPIPE, the exit code that a shell reports for a program killed by that signal.
+    141 is 128 + SIGPIPE, the exit code that a shell reports for a program killed by that signal. The function `main` of
+    `module` parses the arguments and runs the command.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `handled` takes over, Ctrl-C ends the process silently
@@ -22,7 +24,7 @@ def run() -> int:
 
     try:
         with interrupt.handled():
-            status = _answer()
+            status = _answer(module)
             sys.stdout.flush()  # Python itself would flush at exit, and print a traceback on failure
     except KeyboardInterrupt:
         interrupt.told()
@@ -41,11 +43,9 @@ def run() -> int:
     return status
 
 
-def _answer() -> int:
-    from tessera.cli.main import main
-
+def _answer(module: str) -> int:
     try:
-        return main()
+        return import_module(module).main()
     except SystemExit as end:  # help, or an unknown flag
         if isinstance(end.__context__, BrokenPipeError):  # rich exits with 1, which means something else here
             raise end.__context__ from None

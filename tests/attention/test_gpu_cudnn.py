@@ -1,6 +1,6 @@
 """The cuDNN kernel: Tessera's code around cuDNN, the calls that are refused, and when the kernel is chosen.
 
-cuDNN itself runs only on a GPU, where `scripts/gpu_check.sh correct` compares it with float32. Here `definition`, in
+cuDNN itself runs only on a GPU, where `lab/gpu/check.sh correct` compares it with float32. Here `definition`, in
 plain JAX, replaces it, so that lengths, padding, empty rows and positions are still tested.
 """
 
@@ -18,7 +18,7 @@ from tessera.attention.dispatch import explain
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.workloads import Workload
-from tessera.workbench import trials, verify
+from tessera.measure import trials, verify
 
 KERNEL = gpu_cudnn.KERNELS[0]
 SQUARE = Workload(

@@ -12,7 +12,7 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import WORD, capacity_for, find_marks, keep_largest, select_tiles, tile_budget
-from tessera.workbench.trials import UNOPTIMISED
+from tessera.measure.trials import UNOPTIMISED
 
 jit = functools.partial(jax.jit, compiler_options=UNOPTIMISED)  # small programs: compiling dominates
 

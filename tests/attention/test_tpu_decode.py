@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from lab.studies import blocks
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.tpu import decode as tpu_decode
 from tessera.attention.tpu import decode_blocks
 from tessera.attention.workloads import Workload
-from tessera.workbench.studies import blocks
-from tessera.workbench.trials import UNOPTIMISED
+from tessera.measure.trials import UNOPTIMISED
 
 KERNELS = {kernel.role: kernel for kernel in tpu_decode.KERNELS}
 RAGGED = Workload(

@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from lab.studies import blocks
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Selection, Shapes
 from tessera.attention.tpu import prefill as tpu_prefill
 from tessera.attention.tpu import prefill_blocks, prefill_rows, sparse_tiles
 from tessera.attention.tpu import sparse as tpu_sparse
 from tessera.attention.workloads import Workload
-from tessera.workbench.studies import blocks
 
 KERNELS = {kernel.role: kernel for kernel in (*tpu_prefill.KERNELS, *tpu_sparse.KERNELS)}
 SPARSE = KERNELS["sparse"]

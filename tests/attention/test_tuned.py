@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from lab.studies import blocks
 from tessera.attention import contract, dispatch, tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.deviceless import programs
-from tessera.workbench import evidence
-from tessera.workbench.studies import blocks
+from tessera.measure import evidence
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 SPEC = AttentionSpec()

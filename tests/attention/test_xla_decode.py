@@ -9,7 +9,7 @@ from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.workloads import Workload
 from tessera.attention.xla import decode
-from tessera.workbench import trials
+from tessera.measure import trials
 
 KERNEL = decode.KERNELS[0]
 CONFIG = decode.Config(block_s=128)

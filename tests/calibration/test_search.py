@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG, load_stacked, random_params, save_tiny
 
+from lab.eval.quality import calibration_texts
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.calibration.calibrate import calibrate
 from tessera.calibration.report import Report
@@ -36,7 +37,6 @@ from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 from tessera.sparse.promise import promise_line, summary
-from tessera.workbench.quality import calibration_texts
 
 TILING = Tiling(tile=16, query_tile=32, local=32, sinks=16)
 

@@ -16,7 +16,6 @@ from tiny import CONFIG, PROMISE, promising, save_tiny
 import tessera
 from tessera import doctor, generate
 from tessera.cli import main as cli
-from tessera.cli.study import STUDIES
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
@@ -47,7 +46,6 @@ FLAGS = {
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
         "--api-key-file --json --debug"
     ).split(),
-    "simulate": "--machine --day-hours --minutes --out --debug".split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --max-tokens --dtype --debug"
@@ -58,16 +56,14 @@ FLAGS = {
         "--out --recipe --mesh --accumulate --save-every-s --until --text --base --steps --length --batch --rate "
         "--coordinator --processes --process --wait-s --debug"
     ).split(),
-    "demo": "--out --debug".split(),
     "doctor": "--plan --model -m --all --json --debug".split(),
-    "bench": "--suite --only --resume --out --peer-python --model -m --plan --weights --gate --compare --debug".split(),
+    "bench": "--model -m --plan --weights --out --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
         "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
         "--table --debug"
     ).split(),
     "eval": "--model -m --plan --rival --weights --suite --text --out --resume --debug".split(),
-    "report": "--evidence --out --tables --check --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
         "--fraction --window --softcap --model -m --weights --cache --mesh --attention --kernel --config --limit-s "
@@ -76,7 +72,6 @@ FLAGS = {
     "fit": (
         "--chip --devices --batch --length --chunk --plan --weights --compile --limit-s --picture --json --debug"
     ).split(),
-    "study": (),
 }
 """Command -> its flags. Users' scripts rely on them, so removing or renaming a flag is a breaking change."""
 
@@ -106,12 +101,6 @@ UNSAID = re.compile(r"None|default: *\)")
 """Defaults that help leaves empty or shows as None."""
 
 
-def test_help_of_studies_says_defaults_in_words(capsys):
-    for name in STUDIES:
-        ask_for_help("study", name)
-    assert not UNSAID.search(capsys.readouterr().out)
-
-
 UNKNOWN = {
     "genrate": "tessera has no command genrate: did you mean generate? (see tessera --help)",
     "llama-server": "tessera has no command llama-server: serve answers over HTTP",
@@ -127,8 +116,12 @@ UNKNOWN = {
     "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (see tessera calibrate --help",
     "convert --model x": "tessera convert has no flag --model (see tessera convert --help)",
     "fetch smollm2 more": "tessera fetch takes no further argument, but got 'more': put quotes around",
-    "study fuz": "tessera study has no command fuz: did you mean fuzz? (see tessera study --help",
-    "study fuzz --mutation 3": "tessera study fuzz has no flag --mutation: did you mean --mutations? (see tessera",
+    "study fuzz": "tessera study is not in the package: run `python -m lab study` in a checkout of the repository\n",
+    "demo --out x": "tessera demo is not in the package: run `python -m lab demo` in a checkout of the repository\n",
+    "bench --suite cpu": "tessera bench --suite is not in the package: run `python -m lab bench` in a checkout",
+    "bench --peer_python=x": "tessera bench --peer-python is not in the package: run `python -m lab bench`",
+    "eval --suite cache": "tessera eval --suite cache is not in the package: run `python -m lab eval` in a checkout",
+    "eval --suite=demo": "tessera eval --suite demo is not in the package: run `python -m lab eval` in a checkout",
 }  # fmt: skip
 
 
@@ -167,11 +160,11 @@ def test_subcommands_are_frozen(capsys):
 
 def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
+    from tessera.measure.judge import real
+    from tessera.measure.tune import METHODS
     from tessera.models.files.fetch import SOURCES
     from tessera.sparse.plan import HEADS
     from tessera.train.recipes import RECIPES
-    from tessera.workbench import bench
-    from tessera.workbench.tune import METHODS
 
     def choices(kind: type, name: str) -> tuple:
         found = typing.get_type_hints(kind)[name]
@@ -183,7 +176,7 @@ def test_choices_are_those_of_the_library():
     assert choices(cli.Calibrate, "heads") == HEADS
     assert choices(cli.Fetch, "name") == tuple(SOURCES)
     assert set(choices(cli.Train, "recipe")) == set(RECIPES)
-    assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
+    assert choices(cli.Eval, "suite") == tuple(real.SUITES)
     assert choices(cli.Tune, "method") == tuple(METHODS)
 
 
@@ -447,10 +440,9 @@ def test_calibrate_writes_a_plan_that_generate_finds(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["density"] < 1
 
 
-@pytest.mark.parametrize("command", [["demo"], ["report"], ["inspect", "--picture", "x.svg"]])
-def test_a_missing_extra_is_named_before_any_work(command, monkeypatch, capsys, tmp_path):
+def test_a_missing_extra_is_named_before_any_work(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(command) == 2
+    assert cli.main(["inspect", "--picture", "x.svg"]) == 2
     assert "pip install 'tessera-attention[report]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

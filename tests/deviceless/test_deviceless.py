@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.studies import sweep
 from tessera.attention.contract import AttentionSpec
 from tessera.cli import inspect as flags
 from tessera.deviceless import hlo, inspection, steps
@@ -16,8 +17,7 @@ from tessera.deviceless.compiler import Process, attention_program, factory_prog
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection as tpu_inspection
 from tessera.deviceless.tpu import predict, schedule
-from tessera.workbench import evidence
-from tessera.workbench.studies import sweep
+from tessera.measure import evidence
 
 HERE = Path(__file__).parents[1]
 KIB = 1024
@@ -196,7 +196,7 @@ FAST = [*ONCE, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in M
 
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
 def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """Compile one short call per kernel: a fast part of `tessera study tpu-sweep`."""
+    """Compile one short call per kernel: a fast part of `python -m lab study tpu-sweep`."""
     case = {
         "chip": chip,
         "kernel": kernel,
@@ -316,7 +316,7 @@ def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
     """The shipped model under Kascade uses a kernel per role, and two sums over the mesh per layer."""
     from tessera.cli import main as cli
 
-    folder = Path(steps.__file__).parents[1] / "demo" / "model"
+    folder = Path(steps.__file__).parents[1] / "shipped" / "model"
     flags = f"--chip v6e --model {folder} --mesh {mesh} --phase decode --length 2048 --json"
     assert cli.main(["inspect", *flags.split()]) == 0
     out = json.loads(capsys.readouterr().out)

@@ -1,6 +1,6 @@
 """Make the golden checkpoints: tiny random models of every family, saved by transformers, with its logits and tokens.
 
-Run in the peers' environment (torch and transformers, see peers/requirements.txt):
+Run in the peers' environment (torch and transformers, see lab/peers/requirements.txt):
 
     .venv-peers/bin/python tests/golden/make.py [folder]
 

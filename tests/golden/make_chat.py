@@ -1,6 +1,6 @@
 """Make chat/golden.json: chat requests, and the prompts that transformers renders for them with seven chat templates.
 
-Run in the peers' environment (transformers alone suffices, see peers/requirements.txt):
+Run in the peers' environment (transformers alone suffices, see lab/peers/requirements.txt):
 
     .venv-peers/bin/python tests/golden/make_chat.py
 

@@ -21,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-DOCUMENT = ROOT / "src" / "tessera" / "demo" / "document.txt"
+DOCUMENT = ROOT / "lab" / "demo" / "document.txt"
 OUT = Path(__file__).parent / "tokenizers.json"
 PRE = ("gpt-2", "default", "smollm", "qwen2", "llama-bpe")
 TEXTS = [

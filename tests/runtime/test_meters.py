@@ -8,13 +8,13 @@ import pytest
 
 from tessera.cli import stats
 from tessera.generate import Model
+from tessera.measure.timing import Ceilings
 from tessera.models.config import ModelConfig
 from tessera.models.weights import init_params
 from tessera.runtime import meters
 from tessera.runtime.answers import Generation
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.baselines import Dense, Window
-from tessera.workbench.measure import Ceilings
 
 CONFIG = ModelConfig(
     vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2,

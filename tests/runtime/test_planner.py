@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.studies import planner as study
 from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, USABLE_BYTES
 from tessera.deviceless.tpu.predict import CALIBRATED
+from tessera.measure import evidence
 from tessera.models.catalogue import MODELS
 from tessera.models.files.checkpoint import read_config
 from tessera.models.footprint import Types
@@ -15,8 +17,6 @@ from tessera.runtime import planner, roofline
 from tessera.runtime.planner import CACHES, WEIGHTS, plan
 from tessera.runtime.roofline import DERIVED, SHARES, Question, reading, recipe, speed
 from tessera.sparse.kascade import Kascade
-from tessera.workbench import evidence
-from tessera.workbench.studies import planner as study
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 LLAMA = MODELS["llama-3.1-8b"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.eval import quality
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.train import data
-from tessera.workbench import quality
 
 SPECIALS = {data.BOS: "<|bos|>", data.EOS: "<|eos|>", data.PAD: "<|pad|>", data.USER: "<|user|>"} | {
     data.ASSISTANT: "<|assistant|>",

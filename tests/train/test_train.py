@@ -335,7 +335,7 @@ def test_demo_recipe_is_what_ships():
 
 
 def test_shipped_weights_are_the_recipes_and_find_pass_keys():
-    folder = Path(train.__file__).parents[1] / "demo" / "model"
+    folder = Path(train.__file__).parents[1] / "shipped" / "model"
     config = read_config(folder)
     assert replace(config, eos_ids=(), bos_id=None) == replace(recipes.DEMO.config, eos_ids=(), bos_id=None)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16 << 20

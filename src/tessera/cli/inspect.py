@@ -207,7 +207,7 @@ class Inspect:
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
         """Append a record of the result, or of its error, to --evidence; the record says that nothing was measured."""
-        from tessera.workbench import evidence
+        from tessera.measure import evidence
 
         ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
         if self.chip == "h200":

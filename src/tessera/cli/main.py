@@ -4,35 +4,27 @@ Heavy modules are imported only when a command runs.
 """
 
 import json
-import logging
-import os
-import re
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, NoReturn, Union
+from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli import flags, remote, usage
+from tessera.cli import command_line, flags, remote, usage
 from tessera.cli.calibrate import Calibrate
-from tessera.cli.errors import check_address_space, explained
 from tessera.cli.fit import Fit
-from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
+from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.load import Load
+from tessera.cli.measure import Bench, Eval, Tune, Verify
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.serve import Serve
-from tessera.cli.simulate import Simulate
-from tessera.cli.study import STUDIES, Study
 from tessera.cli.train import Train
-from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
-from tessera.core import hardware, interrupt
-from tessera.core.escapes import escaped
-from tessera.core.files import check_writable
+from tessera.core import interrupt
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
 DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
@@ -219,31 +211,6 @@ class Chat(ModelFlags, SamplingFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
-    """Ask a real model (offline: the shipped model) about a long document, and compare dense attention with Kascade."""
-
-    out: Path = Path("build/demo")
-    """Folder for record.json and index.html."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Run the demo.
-
-        Return 1 if a real model under Kascade gives no more of dense's answers than under the control, which is Kascade
-        without the tiles that it selects by score. For the shipped model, return 1 if any answer under Kascade differs
-        from dense's.
-        """
-        from tessera.core.extras import require
-
-        require("matplotlib", "report")
-        check_writable(self.out, folder=True)
-        from tessera.demo.run import run
-
-        return run(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Inspect this installation: versions, devices, which kernels run and why, caches, memory."""
 
@@ -289,21 +256,17 @@ COMMANDS = MappingProxyType(
         "chat": Chat,
         "serve": Serve,
         "load": Load,
-        "simulate": Simulate,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,
         "train": Train,
-        "demo": Demo,
         "doctor": Doctor,
         "bench": Bench,
         "verify": Verify,
         "tune": Tune,
         "eval": Eval,
-        "report": Report,
         "inspect": Inspect,
         "fit": Fit,
-        "study": Study,
     }
 )
 
@@ -317,38 +280,14 @@ def main(argv: list[str] | None = None) -> int:
         BrokenPipeError: the process that reads standard output has closed the pipe.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if hardware.compiles_without_chip():
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, and for worker processes
+    command_line.compile_without_chip()
     if argv in (["--version"], ["-V"]):
         from importlib.metadata import version
 
         print(f"tessera {version('tessera-attention')}")
         return 0
     command = parse(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("tessera").setLevel(logging.DEBUG if command.debug else logging.INFO)
-    try:
-        interrupt.defer()
-        if not isinstance(command, Fetch | Report):
-            check_address_space()
-        return command.run()
-    except KeyboardInterrupt as interruption:
-        interrupt.told()
-        print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
-        return interrupt.STATUS
-    except BrokenPipeError:  # standard output is closed: the caller ends the process
-        raise
-    except (ValueError, OSError, MemoryError) as error:
-        if command.debug:
-            raise
-        print(f"error: {escaped(explained(error), None)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:  # from the device, or a bug in Tessera
-        if command.debug:
-            raise
-        said = f"{type(error).__name__}: {escaped(error, 500)}"
-        print(f"error: {said} (--debug shows where)", file=sys.stderr)
-        return 2
+    return command_line.run(command, computes=not isinstance(command, Fetch))
 
 
 def parse(argv: list[str]):
@@ -357,33 +296,12 @@ def parse(argv: list[str]):
     Raises:
         SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
     """
-    words = [*argv[1:], "--help"] if argv[:1] == ["help"] else argv or ["--help"]
-    if words[0] == "plan":
+    if error := usage.moved(argv):
+        command_line.refuse(error)
+    if argv[:1] == ["plan"]:
         say("note: `tessera plan` is now `tessera fit`, because a plan is what `tessera calibrate` writes")
-        words = ["fit", *words[1:]]
-    kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
-    prog, kind, below = "tessera", Union[*kinds], COMMANDS
-    while below and words and not re.fullmatch("-h|--help|--tyro-.*", words[0]):  # --tyro-* writes shell completions
-        word, *words = words
-        if word not in below:
-            refuse(usage.unknown_command(word, below, prog))
-        prog, kind, below = f"{prog} {word}", below[word], STUDIES if word == "study" else {}
-    if not below and (error := usage.unknown_flag(words, usage.flags(kind), prog)):
-        refuse(error)
-    if not below and (error := usage.wrong_dtype(words, prog)):
-        refuse(error)
-    about = {"prog": prog, "description": DESCRIPTION if prog == "tessera" else None, "registry": REGISTRY}
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-    command, extra = tyro.cli(kind, args=words, config=config, return_unknown_args=True, **about)
-    if extra:
-        refuse(usage.extra_words(extra, prog))
-    return command
-
-
-def refuse(message: str) -> NoReturn:
-    """Print this error and exit with code 2."""
-    print(f"error: {escaped(message, 400)}", file=sys.stderr)
-    raise SystemExit(2)
+        argv = ["fit", *argv[1:]]
+    return command_line.parse(argv, "tessera", DESCRIPTION, COMMANDS)
 
 
 def template_advice(model, prompts: list[str]) -> str:

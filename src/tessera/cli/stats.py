@@ -3,9 +3,9 @@ device's peak rates it reached."""
 
 import jax
 
+from tessera.measure.timing import ceilings
 from tessera.runtime.meters import Peaks, nominal_peaks, use
 from tessera.sparse.promise import promise_note
-from tessera.workbench.measure import ceilings
 
 
 def usage_lines(model, results) -> list[str]:

@@ -24,7 +24,7 @@ except ImportError:  # Windows: the caller must ensure one writer at a time
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).parents[1] / "demo"
+SHIPPED = Path(__file__).parents[1] / "shipped"
 """Folder of files that are shipped with the package, such as the demo model and a plan for SmolLM2."""
 DEMO_MODEL = SHIPPED / "model"
 TEMPORARY = ".tessera-tmp"

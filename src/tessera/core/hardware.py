@@ -2,7 +2,7 @@
 
 Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
 structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
-(clock and vector width vary), so its peak rates are measured: see `workbench.measure.ceilings`.
+(clock and vector width vary), so its peak rates are measured: see `measure.timing.ceilings`.
 """
 
 import os
@@ -60,7 +60,7 @@ class Chip:
             matrix units x side^2 x rows per cycle x 2). Chips up to v5p have 4 units of side 128 that take one row per
             cycle, later ones 2 units of side 256 that take two. The peak is Google's, except for v7x, where it is the
             compiler's (996 TFLOP/s per core in `cost_analysis` of a large product, so 1.9 GHz; Google's peak would give
-            2.2 GHz). `workbench/studies/validation.py` checks the clocks against measured times.
+            2.2 GHz). `lab/studies/validation.py` checks the clocks against measured times.
     """
 
     name: str

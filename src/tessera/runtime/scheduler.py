@@ -1,6 +1,6 @@
 """Decide which request gets a row, which prompt is prefilled next and which request gives way.
 
-The scheduler is pure Python and reads no clock. The engine and the simulator (`tessera simulate`) both use it.
+The scheduler is pure Python and reads no clock. The engine and the simulator (`python -m lab simulate`) both use it.
 
 A running request has a row: it is first prefilled and then answers. Each step decodes one token of every answering row
 and prefills some segments, where a segment is `unit` positions of one prompt:

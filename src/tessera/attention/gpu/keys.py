@@ -12,7 +12,7 @@ written to shared memory, for the masks at the ends of a list.
 
 Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. Simulated
 tests thus cover the barriers and the masks but not `copy_rows`, which only the checks of compiled code
-(`deviceless.gpu`) and scripts/gpu_check.sh cover.
+(`deviceless.gpu`) and lab/gpu/check.sh cover.
 
 Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key), in rows of H
 elements.

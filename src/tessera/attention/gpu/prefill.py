@@ -341,7 +341,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
-        # With a window and 256 sums per row, the compiler spills a register (found by `tessera study gpu-gates`).
+        # With a window and 256 sums per row, the compiler spills a register (found by `python -m lab study gpu-gates`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
         spills = spills or (shapes.scaled and block_s == 128 and is_short(spec, shapes))
         fits = shared_bytes(shapes.head_dim, config, shapes.scaled) <= SHARED_BYTES and not spills

@@ -6,7 +6,7 @@
     predicted = kernel_s + around_s, corrected by `Overheads` for costs that no schedule shows
 
 The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and lower
-clock rates under load. `workbench/studies/validation.py` compares predictions with measured times.
+clock rates under load. `lab/studies/validation.py` compares predictions with measured times.
 """
 
 from collections.abc import Mapping

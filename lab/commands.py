@@ -1,0 +1,231 @@
+"""The commands `python -m lab NAME`: one frozen dataclass per command, whose fields are its flags.
+
+Heavy modules are imported only when a command runs.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+import tyro
+
+from lab.simulate.command import Simulate
+from lab.studies.commands import STUDIES, Study
+from tessera.cli import command_line
+from tessera.cli.flags import MODEL, Omittable, Weights
+from tessera.core.files import check_writable
+
+DESCRIPTION = """Measure this repository: its speed against other libraries, its answers, its kernels' predicted times.
+
+Run the commands in the repository's root, where they append records to evidence/."""
+RECORDS = Path("evidence/records.jsonl")
+"""Path for checking that evidence/ is writable: without --out, a command appends to a file there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure Tessera and other libraries on a suite of cases and append records."""
+
+    suite: Literal["cpu", "demo", "smollm2", "smoke"] = "cpu"
+    """"cpu" measures speed, "demo" measures the shipped model's answers, "smollm2" compares Tessera with llama.cpp and
+    transformers on a real model (hours), "smoke" checks in seconds that everything runs."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Case to run; may be repeated; all cases if not given."""
+    resume: bool = False
+    """Skip cases that already have a record from this commit."""
+    out: Omittable[Path] = None
+    """File to append to; evidence/<device>.jsonl if not given."""
+    peer_python: Path = Path(".venv-peers/bin/python")
+    """Interpreter of the environment with torch and transformers, which `make peers` creates."""
+    gate: bool = False
+    """Store no records; compare the results with the suite's stored records for this device. Exit code 1 if a result
+    is worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the cases; return 1 if one failed or, with --gate, got worse, and 3 if that is uncertain."""
+        from lab import bench
+
+        options = {"peer_python": self.peer_python, "only": self.only}
+        if self.gate:
+            if self.resume or self.out is not None:
+                raise ValueError("--gate stores no records: drop --resume and --out")
+            return bench.gate(self.suite, **options)
+        check_writable(self.out or RECORDS)
+        return bench.run(self.suite, out=self.out, resume=self.resume, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Evaluate the shipped model's answers, the choices in its plan, the int8 cache, or the formats of weights."""
+
+    model: Annotated[Omittable[str], MODEL] = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see tessera fetch). If not given, the shipped demo model;
+    for "real-weights", SmolLM2, which is fetched."""
+    plan: Omittable[Path] = None
+    """Kascade plan; the one that comes with the weights if not given."""
+    weights: Omittable[Weights] = None
+    """With "demo" and "cache": number format of the weight matrices, as for tessera generate."""
+    suite: Literal["demo", "study", "smoke", "cache", "real-weights"] = "demo"
+    """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
+    "cache" compares an int8 cache with a float one. "real-weights" compares the formats of --weights with float
+    weights, both with dense attention and with the plan."""
+    text: Omittable[Path] = None
+    """Text file, or folder of text files, in which tasks are hidden and on which fidelity is measured; if not given,
+    held-out sources of Python's standard library."""
+    out: Omittable[Path] = None
+    """File to append to; evidence/eval-<device>.jsonl ("real-weights": weights-<device>.jsonl) if not given."""
+    resume: bool = False
+    """Skip cases that already have a record from this commit."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the suite and append its records."""
+        from tessera.runtime.corpus import read_text
+
+        check_writable(self.out or RECORDS)
+        text = None if self.text is None else read_text(self.text)
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records must not hold paths of this machine
+        words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
+        asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
+        words += [f" --weights {self.weights}"] if self.weights else []
+        asked["command"] = f"python -m lab eval --suite {self.suite}" + "".join(words)
+        if self.weights is not None and self.suite in ("study", "smoke", "real-weights"):
+            raise ValueError(f"--weights {self.weights} cannot be used with --suite {self.suite}: drop --weights")
+        if self.suite == "cache":
+            return self.run_cache(**asked)
+        return self.run_weights(**asked) if self.suite == "real-weights" else self.run_shipped(**asked)
+
+    def run_weights(self, suite: str, **asked) -> int:
+        """Run the suite that compares the number formats of weights on a real model."""
+        from lab.eval import weights
+        from tessera.generate import load, locate_plan
+        from tessera.models.files.fetch import fetch
+
+        model = load(fetch("smollm2") if self.model is None else self.model)
+        path = self.plan or locate_plan(model.source)
+        plan = None if path is None else model.with_attention("kascade", path).plan
+        return weights.run(model, plan, **asked)
+
+    def run_cache(self, text: str | None, out: Path | None, command: str, **others) -> int:
+        """Run the suite that judges the int8 cache."""
+        from lab.eval import cached
+        from tessera.core.files import DEMO_MODEL
+        from tessera.generate import load, locate_plan
+
+        if self.resume:
+            raise ValueError("--resume cannot be used with --suite cache, which is short: drop --resume")
+        shipped = self.model is None
+        model = load(DEMO_MODEL if shipped else self.model)
+        path = self.plan or locate_plan(model.source)
+        plan = None if path is None else model.with_attention("kascade", path).plan
+        label = "the shipped model" if shipped else Path(model.source).name.removesuffix(".gguf")
+        if self.model == "smollm2":  # a name, not a path of this machine
+            command = command.replace("FOLDER", self.model)
+        return cached.run(model, plan, label=label, shipped=shipped, text=text, out=out, command=command)
+
+    def run_shipped(self, **asked) -> int:
+        """Run a suite on the shipped model, or on the one that --model names."""
+        from lab import eval as evaluation
+        from lab.eval.quality import CHOSEN, make_plan
+        from tessera.core.files import DEMO_MODEL
+        from tessera.generate import find_plan, load
+
+        shipped = self.model is None
+        if self.suite == "study" and not shipped:
+            raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
+        model = load(DEMO_MODEL if shipped else self.model, weights=self.weights)
+        plan = find_plan("kascade", self.plan, model.source)
+
+        def variant(**choice):
+            """Make the shipped model's plan with one choice changed, without measuring its cross-over."""
+            return make_plan(model, replace(CHOSEN, **choice), crossover=0, progress=False)
+
+        return evaluation.run(model, plan, make_plan=variant, **asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Render the stored records as one self-contained HTML page, or as the tables of README.md and docs/."""
+
+    evidence: Path = Path("evidence")
+    """Folder of records."""
+    out: Path = Path("build/report.html")
+    """File to write the HTML page to."""
+    tables: bool = False
+    """Instead of the page, rewrite the tables of README.md and docs/ in the working folder."""
+    check: bool = False
+    """With --tables: write nothing, only report which tables are stale."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Write the page or the tables. With --check, return 1 if a table is stale."""
+        if self.check and not self.tables:
+            raise ValueError("--check checks tables: add --tables")
+        if self.tables:
+            from lab.report import documents
+
+            return documents.main(
+                [*documents.PAGES, "--evidence", str(self.evidence), *(["--check"] if self.check else [])]
+            )
+        from tessera.core.extras import require
+
+        require("matplotlib", "report")
+        check_writable(self.out)
+        from lab.report import page
+
+        count = page.write(self.evidence, self.out)
+        print(f"{self.out}: {count} records")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Ask a real model (offline: the shipped model) about a long document, and compare dense attention with Kascade."""
+
+    out: Path = Path("build/demo")
+    """Folder for record.json and index.html."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the demo.
+
+        Return 1 if a real model under Kascade gives no more of dense's answers than under the control, which is Kascade
+        without the tiles that it selects by score. For the shipped model, return 1 if any answer under Kascade differs
+        from dense's.
+        """
+        from tessera.core.extras import require
+
+        require("matplotlib", "report")
+        check_writable(self.out, folder=True)
+        from lab.demo.run import run
+
+        return run(self.out)
+
+
+COMMANDS = MappingProxyType(
+    {"bench": Bench, "eval": Eval, "report": Report, "study": Study, "simulate": Simulate, "demo": Demo}
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code, as `tessera.cli.main.main` does."""
+    argv = sys.argv[1:] if argv is None else argv
+    command_line.compile_without_chip()
+    command = parse(argv)
+    return command_line.run(command, computes=not isinstance(command, Report))
+
+
+def parse(argv: list[str]):
+    """Parse the arguments into a command with its flags.
+
+    Raises:
+        SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
+    """
+    return command_line.parse(argv, "python -m lab", DESCRIPTION, COMMANDS, {"study": STUDIES})

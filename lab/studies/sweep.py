@@ -1,0 +1,157 @@
+"""Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support: an hour on two cores.
+
+    python -m lab study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
+    python -m lab study tpu-sweep --report              # one record: what compiled, what did not and why
+
+A call that its kernel refuses counts as not compiled.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from lab import campaign
+from tessera.attention.contract import AttentionSpec
+from tessera.attention.dispatch import KERNELS
+from tessera.attention.kernel import Kernel
+from tessera.core import files
+from tessera.deviceless import inspection, programs
+from tessera.deviceless.compiler import attention_program, factory_program
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.measure import evidence
+
+HEAD_DIMS = (64, 128, 256)
+TILES = (16, 32, 64, 128)
+LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
+COMMAND = "python -m lab study tpu-sweep; python -m lab study tpu-sweep --report"
+LONG = 1 << 20
+"""Tokens of the longest calls. Index lists are streamed, so even these compile."""
+WHOLE = 131072
+GRADIENT = "tpu_backward"
+"""Case name of dense prefill's gradient. The kernel table has no line for the gradient: it is part of that kernel."""
+
+
+def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield every case: chip, kernel, head dim, dtype, tile, length; dense kernels have a single tile.
+
+    Each kernel gets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
+    2,048 queries of a prefill), and a whole prefill of 131,072 tokens. Dense and scoring prefill also get one query
+    head per KV head, which makes the corner of the causal mask (`prefill.corner`) longest. The gradient of dense
+    prefill comes last.
+    """
+    names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
+    for chip, kernel in product(chips, tpu_kernels()):
+        for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
+            for tile in TILES if kernel.role != "dense" else (128,):
+                yield dict(zip(names, (chip, kernel.name, head_dim, dtype, tile, LENGTHS[kernel.phase])))
+        if kernel.phase == "prefill" and kernel.role != "sparse":
+            for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
+                case = dict(zip(names, (chip, kernel.name, head_dim, dtype, 128, LENGTHS["prefill"])))
+                yield case | {"heads": 2}
+        for length in (LONG, *((WHOLE,) if kernel.phase == "prefill" else ())):
+            yield dict(zip(names, (chip, kernel.name, 128, "bfloat16", 128, length)))
+    for chip, head_dim, dtype in product(chips, HEAD_DIMS, ("bfloat16", "float32")):
+        yield dict(zip(names, (chip, GRADIENT, head_dim, dtype, 128, LENGTHS["prefill"])))
+
+
+def tpu_kernels() -> tuple[Kernel, ...]:
+    """Return the TPU kernels in the kernel table."""
+    return tuple(kernel for kernel in KERNELS if kernel.platform == "tpu")
+
+
+def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
+    """Compile a case and return it with the outcome."""
+    try:
+        program = program_of(case)
+    except ValueError as error:
+        return {**case, "compiled": False, "error": f"refused: {error}"}
+    found = compiler.compile(case["chip"], program, limit_s=limit_s)
+    error = None if found.error is None else str(found.error)
+    return {**case, "compiled": error is None, "error": error, "compile_s": round(found.compile_s, 1)}
+
+
+def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a case's program: batch 1, 8 or 2 query heads, 2 KV heads; sparse calls list a tenth of the tiles.
+
+    Raises:
+        ValueError: the kernel refuses the call.
+    """
+    if case["kernel"] == GRADIENT:
+        sizes = {name: case[name] for name in ("length", "head_dim", "dtype")}
+        return factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
+    kernel = programs.kernel_named(case["kernel"])
+    spec, shapes = inspection.call(
+        role=kernel.role,
+        phase=kernel.phase,
+        batch=1,
+        length=case["length"],
+        heads=case.get("heads", 8),
+        kv_heads=2,
+        head_dim=case["head_dim"],
+        dtype=case["dtype"],
+        spec=AttentionSpec(tile=case["tile"]),
+        fraction=0.1,
+        queries=2048 if case["length"] == LONG else None,
+    )
+    reason = kernel.refusal(spec, shapes)
+    if reason is not None:
+        raise ValueError(reason)
+    return attention_program(kernel.name, spec, shapes)
+
+
+def identity(case: Mapping[str, Any]) -> tuple:
+    """Return a tuple that identifies a case: the case and its line in the file of results give the same tuple."""
+    return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
+
+
+def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
+    """Build one record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
+
+    Args:
+        found: one line per case, all of the same code. In the facts, `cases` counts these lines and `planned` the cases
+            of a whole sweep of the same kernels.
+        command: command that repeats the sweep.
+    """
+    kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
+    swept = "every kernel" if kernels == {case["kernel"] for case in every} else " and ".join(sorted(kernels))
+    groups: dict[str, list[bool]] = {}
+    for case in found:
+        groups.setdefault(f"{case['kernel']} on {case['chip']}", []).append(case["compiled"])
+    facts = {
+        "cases": len(found),
+        "planned": sum(case["kernel"] in kernels for case in every),
+        "ended_by_time": sum(map(campaign.out_of_time, found)),
+        "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
+        "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
+    }
+    what = evidence.What(op="tpu sweep", kernel="tpu", workload=f"{swept}, chip, head dim, dtype, tile")
+    share = sum(case["compiled"] for case in found) / len(found)
+    return campaign.of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
+
+
+def study(options: Any) -> int:
+    """Compile what this commit has not compiled, and retry what hit the time limit."""
+    if options.report:
+        lines = campaign.of_last_code(campaign.lines_to_report(options.out), identity)
+        evidence.append("evidence/tpu-compile.jsonl", report(lines, COMMAND))
+        return 0
+    found, code = files.read_lines(options.out), asdict(evidence.code())
+    done = {identity(line) for line in found if campaign.is_done(line, code)}
+    wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
+    todo = [case for case in wanted if identity(case) not in done]
+    random.Random(0).shuffle(todo)  # so that an interrupted sweep has covered a bit of everything
+    if options.list:
+        print("\n".join(json.dumps(case) for case in todo))
+        return 0
+    with tpu.Compiler(niceness=options.niceness) as compiler:
+        for number, case in enumerate(todo, start=1):
+            result = compile_case(case, compiler, options.limit_s) | code
+            found.append(result)
+            files.append_line(options.out, result)
+            said = " ".join(map(str, case.values()))
+            print(f"{number}/{len(todo)} {said}: {result['error'] or 'ok'}"[:240], flush=True)
+    return 0 if all(case["compiled"] for case in campaign.of_last_code(found, identity)) else 1

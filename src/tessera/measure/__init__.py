@@ -1,0 +1,1 @@
+"""Measure: records, timing, kernels against an oracle, block sizes, and what a plan costs a model."""

@@ -1,1 +1,0 @@
-"""Measure, verify, tune and report. Product code imports nothing from here."""
