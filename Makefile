@@ -62,6 +62,7 @@ bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and th
 
 readme: $(VENV)/.core ## render the tables of README.md and docs/, and the report page, from the stored records
 	$(BIN)/python -m lab report --tables
+	$(BIN)/python -m lab.report.house
 	$(BIN)/python -m lab report --out docs/report.html
 
 clean: ## remove what the targets above built

@@ -31,7 +31,7 @@ from lab.report.markdown import (
     title_of,
 )
 from lab.report.roadmap import roadmap
-from lab.report.summary import summary
+from lab.report.summary import status, summary
 from lab.studies.figures import TERMS
 from lab.studies.validation import MEDIAN_GOAL, P90_GOAL, RANK_GOAL
 from tessera.core.units import three
@@ -337,6 +337,7 @@ MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxy
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
+        "status": status,
         "summary": summary,
         "roadmap": roadmap,
         "int8-cache": cached,

@@ -1,4 +1,4 @@
-"""Render the README's table: answers, closeness to dense and speed of a model, then kernels compiled without a chip."""
+"""Render the README's status of each platform, and the headline figures of docs/evidence.md."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +17,41 @@ BENCH = "tessera bench --model smollm2"
 """Start of the command whose records hold the prefill times."""
 
 Row = tuple[list[str], list[Record]]
+
+
+def status(records: Sequence[Record]) -> str:
+    """Render a row per platform, with one figure each. The sources of the figures are those of `summary`.
+
+    Raises:
+        ValueError: a row has no record, or a record that does not name its commit, date and command.
+    """
+    _, [plan, dense] = _prefill(records)
+    narrow, _ = _kascade(records)
+    cases, gated = _gates(records)
+    chips = ", ".join(sorted(r.what.workload.rpartition(", ")[2] for r in narrow))
+    provenance([plan, dense, *narrow, *gated])  # refuses a figure that nobody can repeat
+    rows = [
+        [
+            "CPU",
+            "measured",
+            f"prefill of {PREFILL_TOKENS:,} tokens, SmolLM2-135M: {plan.comparison.ratio:.2f}x as fast as dense, "
+            f"{keys_read(plan)} of keys read",
+            "[speed](docs/speed.md), [answers](docs/answers.md)",
+        ],
+        [
+            f"TPU ({chips})",
+            "compiled; times predicted",
+            f"prefill of {figures.LONG:,} tokens, the paper's recipe: {_gains(narrow)} as fast as dense, predicted",
+            "[TPU](docs/tpu-figures.md)",
+        ],
+        [
+            "Hopper",
+            "compiled and simulated; never timed",
+            f"machine code: {cases} cases pass every gate",
+            "[Hopper](docs/gpu-figures.md)",
+        ],
+    ]
+    return markdown(["platform", "status", "one figure", "more"], rows)
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -49,7 +84,7 @@ def _needles(records: Sequence[Record]) -> Row:
         ),
         f"{least:,} tokens: "
         + "; ".join(f"{name}, {_with_keys(real.kept(r), r)}" for name, r in ((WINDOW, window), (CONTROL, control))),
-        "measured, [answers](docs/answers.md)",
+        "measured, [answers](answers.md)",
     ]
     return row, [*plans, control, window]
 
@@ -70,7 +105,7 @@ def _closeness(records: Sequence[Record]) -> Row:
         f"{real.untold(plan)}",
         _with_keys(f"{real.divergence(plan)} nats", plan),
         f"{WINDOW}, {_with_keys(f'{real.divergence(window)} nats', window)}",
-        "measured, [answers](docs/answers.md)",
+        "measured, [answers](answers.md)",
     ]
     return row, [plan, window]
 
@@ -91,30 +126,41 @@ def _prefill(records: Sequence[Record]) -> Row:
         f"SmolLM2-135M: prefill of {PREFILL_TOKENS:,} tokens on {plan.where.cores} CPU cores",
         _with_keys(result_of(plan), plan),
         f"{versus.against}, {result_of(dense)}: {ratio_of(plan)}",
-        "measured, [speed](docs/speed.md)",
+        "measured, [speed](speed.md)",
     ]
     return row, [plan, dense]
 
 
 def _kernels(records: Sequence[Record]) -> Row:
     """Show the lowest and the highest predicted gain over the TPU chips, and how many Hopper cases pass every gate."""
-    predicted: dict[str, list[Record]] = {}
-    for record in newest(r for r in records if r.what.op == "predicted figure" and r.comparison):
-        predicted.setdefault(record.what.workload.rpartition(", ")[0], []).append(record)
-    shown = [_held(predicted.get(figure), figure) for figure in (figures.KASCADE_32, figures.KASCADE)]
+    shown = _kascade(records)
     chips = sorted(r.what.workload.rpartition(", ")[2] for r in shown[0])
     narrow, wide = map(_gains, shown)
-    gated = _held(tables.gated(records), "gates of the Hopper kernels")
-    passed, tried, planned = map(sum, zip(*map(tables.gate_counts, gated.values())))
-    cases = _bold_unless(f"{passed:,} of {max(tried, planned):,}", passed == max(tried, planned))
+    cases, gated = _gates(records)
     row = [
         f"kernels without a chip: TPU prefill of {figures.LONG:,} tokens; Hopper machine code",
         f"TPU, predicted: {narrow} as fast at the default query tile of 32, {wide} at 128 ({', '.join(chips)}); "
         f"Hopper, compiled: {cases} cases pass every gate",
         "TPU: our dense kernel on the same chip",
-        "not run on a chip yet, [TPU](docs/tpu-figures.md), [Hopper](docs/gpu-figures.md)",
+        "not run on a chip yet, [TPU](tpu-figures.md), [Hopper](gpu-figures.md)",
     ]
-    return row, [*(record for own in shown for record in own), *(record for own in gated.values() for record in own)]
+    return row, [*(record for own in shown for record in own), *gated]
+
+
+def _kascade(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the newest predicted gains of Kascade prefill per chip, at query tiles of 32 and of 128."""
+    predicted: dict[str, list[Record]] = {}
+    for record in newest(r for r in records if r.what.op == "predicted figure" and r.comparison):
+        predicted.setdefault(record.what.workload.rpartition(", ")[0], []).append(record)
+    return [_held(predicted.get(figure), figure) for figure in (figures.KASCADE_32, figures.KASCADE)]
+
+
+def _gates(records: Sequence[Record]) -> tuple[str, list[Record]]:
+    """Format how many cases of the Hopper kernels pass every gate; return the records too."""
+    gated = _held(tables.gated(records), "gates of the Hopper kernels")
+    passed, tried, planned = map(sum, zip(*map(tables.gate_counts, gated.values())))
+    cases = _bold_unless(f"{passed:,} of {max(tried, planned):,}", passed == max(tried, planned))
+    return cases, [record for own in gated.values() for record in own]
 
 
 def _gains(predicted: Sequence[Record]) -> str:
