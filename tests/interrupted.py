@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tessera.core.files import read_lines
-from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 from tessera.sparse.plan import Plan
 from tessera.train.losses import LOG_NAME, read_losses
 
@@ -90,7 +91,7 @@ def damage(folder: Path):
             elif path.suffix == ".jsonl" and path.name != LOG_NAME:
                 read_lines(path)
             elif path.name == "config.json" and not any(part.startswith(".") for part in path.parts):
-                load_params(path.parent, read_config(path.parent))
+                load_params(open_source(path.parent))
             elif path.name.startswith("checkpoint-"):
                 steps = len(read_losses(path.parent / LOG_NAME))
                 if steps < int(path.stem.removeprefix("checkpoint-")):

@@ -7,6 +7,7 @@ devices once per process, so the tests cannot run these checks themselves.
 """
 
 import gc
+import json
 import os
 import re
 import sys
@@ -124,12 +125,15 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
     import numpy as np
 
     from tessera.models.files.checkpoint import load_params
+    from tessera.models.files.families import render_config
+    from tessera.models.files.source import open_source
     from tessera.models.files.tensor_file import write_file
     from tessera.models.weights import expected_shapes, num_parameters
 
     config = config_of(HEADS, hidden_size=1024, intermediate_size=4096, num_layers=6, head_dim=16)
     path = folder / "large"
     path.mkdir()
+    (path / "config.json").write_text(json.dumps(render_config(config, "float32")))
     shapes = expected_shapes(config)
     largest = 4 * max(int(np.prod(shape)) for shape in shapes.values())
     total = 4 * num_parameters(config)
@@ -142,7 +146,7 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
 
     mesh = build(MeshShape(8, 1))
     before = peak_bytes()  # only grows, so the smaller form first
-    small = load_params(path, config, mesh=mesh, weights="int8")
+    small = load_params(open_source(path), mesh=mesh, weight_format="int8")
     held = sum(shard.data.nbytes for x in jax.tree.leaves(small) for shard in x.addressable_shards)
     grown = peak_bytes() - before
     assert held < 0.3 * total
@@ -150,7 +154,7 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
     del small
     gc.collect()
     before = peak_bytes()
-    params = load_params(path, config, mesh=mesh)
+    params = load_params(open_source(path), mesh=mesh)
     grown = peak_bytes() - before
     assert sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards) >= total
     assert grown < total + 2 * largest + (32 << 20), f"{grown=} {total=} {largest=}"
@@ -305,7 +309,9 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
 
     from tessera.core.mesh import MeshShape, build
     from tessera.core.quant import dequantised, is_quantised
-    from tessera.models.files.checkpoint import load_params, read_config
+    from tessera.models.files.checkpoint import load_params
+    from tessera.models.files.forms import check_forms
+    from tessera.models.files.source import open_source
 
     def quantised(kind: Q, name: str, x: np.ndarray) -> tuple[np.ndarray, Q]:
         if x.ndim == 1 or name.startswith("token"):
@@ -316,10 +322,10 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
     source = saved(folder, config, "gguf")
     for kind, heads in ((Q.Q8_0, 4), (Q.Q4_0, 2), (Q.F16, 4)):
         path = from_folder(source, folder / f"{kind.name}.gguf", quantise=partial(quantised, kind))
-        found = read_config(path)
-        whole = load_params(path, found)
-        parts = load_params(path, found, mesh=build(MeshShape(heads, 1)))
-        stacked = load_params(path, found, mesh=build(MeshShape(heads, 1)), stacked=True)
+        gguf = open_source(path)
+        whole = load_params(gguf)
+        parts = load_params(gguf, mesh=build(MeshShape(heads, 1)))
+        stacked = load_params(gguf, mesh=build(MeshShape(heads, 1)), stacked=True)
         for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         for a, b in zip(jax.tree.leaves(parts.layers[1]), jax.tree.leaves(stacked.layers), strict=True):
@@ -330,9 +336,9 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
             with pytest.raises(
                 ValueError, match="blocks of 32 inputs, but mlp.down_proj.weight has 48 inputs on each of 4"
             ):
-                load_params(path, found, mesh=build(MeshShape(heads, 1)), weights="gguf")
+                check_forms(gguf, "gguf", heads)
             continue
-        one, kept = (load_params(path, found, mesh=on, weights="gguf") for on in (None, build(MeshShape(2, 1))))
+        one, kept = (load_params(gguf, mesh=on, weight_format="gguf") for on in (None, build(MeshShape(2, 1))))
         leaves = [jax.tree.leaves(params, is_leaf=is_quantised) for params in (one, kept)]
         for a, b in zip(*leaves, strict=True):
             a, b = (dequantised(x) if is_quantised(x) else np.asarray(x) for x in (a, b))

@@ -30,13 +30,13 @@ def load(folder: str) -> int:
     import jax
 
     from tessera.core import mesh
-    from tessera.models.files.checkpoint import load_params, read_config
+    from tessera.models.files.checkpoint import load_params
+    from tessera.models.files.source import open_source
 
-    config = read_config(folder)
     on = mesh.build(mesh.MeshShape(jax.device_count(), 1))
     jax.block_until_ready(jax.numpy.zeros(8))
     before = peak_bytes()
-    leaves = jax.tree.leaves(load_params(folder, config, mesh=on))
+    leaves = jax.tree.leaves(load_params(open_source(folder), mesh=on))
     grown = peak_bytes() - before
     held = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
     print(grown, held, sum(x.nbytes for x in leaves), flush=True)

@@ -11,9 +11,9 @@ import pytest
 from tiny import CONFIG, random_params
 
 from tessera.core import files
-from tessera.models.files.checkpoint import load_params, read_config, resolve, save_folder
+from tessera.models.files.checkpoint import load_params, save_folder
+from tessera.models.files.source import open_source, resolve
 from tessera.models.text.tokenizer import byte_tokenizer
-from tessera.models.text.tokenizer_files import load_tokenizer
 
 
 def same_weights(a, b) -> bool:
@@ -60,11 +60,11 @@ def test_a_save_killed_between_its_renames_leaves_one_whole_model(tmp_path, monk
         dying.setattr(files.shutil, "rmtree", never)
         with pytest.raises(Killed):
             save_folder(folder, new, CONFIG, shard_bytes=20_000)
-    found = load_params(resolve(folder), read_config(folder), stacked=True)
+    found = load_params(resolve(folder), stacked=True)
     assert same_weights(found, old if survived == 0 else new)
     assert (folder / "notes.txt").read_text() == "mine"
     save_folder(folder, old, CONFIG, shard_bytes=20_000)
-    assert same_weights(load_params(folder, CONFIG, stacked=True), old)
+    assert same_weights(load_params(open_source(folder), stacked=True), old)
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -92,7 +92,7 @@ def test_a_new_tokenizer_takes_nothing_from_the_old_one(tmp_path):
     params = random_params(CONFIG, 0)
     save_folder(tmp_path, params, CONFIG, byte_tokenizer())
     save_folder(tmp_path, params, CONFIG, replace(byte_tokenizer(), chat_template=None))
-    assert load_tokenizer(tmp_path).chat_template is None
+    assert open_source(tmp_path).tokenizer.chat_template is None
 
 
 def test_places_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
     with start_saver(folder) as saver:
         with pytest.raises(OSError, match=rf"process {saver.pid} is writing .*: wait until it has finished"):
             save_folder(folder, random_params(CONFIG, 1), CONFIG)
-        assert resolve(folder) == folder
+        assert resolve(folder).path == folder
         saver.communicate("go on\n")
     assert saver.returncode == 0
     assert (folder / "weights").stat().st_size == 1000

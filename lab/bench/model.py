@@ -21,6 +21,7 @@ from tessera.measure.evidence import How, Record, What
 from tessera.measure.model_work import draw_tokens, fresh_seed, layer_densities, model_work, versus
 from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import fingerprint, load_params
+from tessera.models.files.source import open_source
 from tessera.models.layers import Params
 from tessera.runtime.sampling import GREEDY
 from tessera.runtime.step import Session, prefill_chunk
@@ -308,7 +309,7 @@ def compilation(stand: Stand) -> Iterator[Record]:
     config, rows = stand.sizes.config, stand.sizes.start_tokens
     lower, steps, sessions = {}, {}, {}
     for name in ("scan", "unrolled"):
-        params = load_params(stand.folder, config, dtype=jnp.float32, stacked=name == "scan")
+        params = load_params(open_source(stand.folder), dtype=jnp.float32, stacked=name == "scan")
         session = Session(params, config, Dense(), batch=1, num_keys=rows)
         arguments = (np.zeros((1, config.hidden_size), np.float32), np.zeros((1, rows), np.int32))
         positions = (np.zeros(1, np.int32), np.full(1, rows, np.int32))

@@ -117,10 +117,11 @@ def run(
 
 def fits(model: Model, name: str) -> bool:
     """Return whether the model's weights can take a form; print the reason if they cannot."""
-    from tessera.models.files.quantised import check_forms, stored_tensors
+    from tessera.models.files.forms import check_forms
+    from tessera.models.files.source import open_source
 
     try:
-        check_forms(stored_tensors(model.source, model.config), model.config, Path(model.source), name)
+        check_forms(open_source(model.source), name)
     except ValueError as error:
         print(f"{name} is left out: {error}")
         return False

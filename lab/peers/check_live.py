@@ -17,8 +17,8 @@ import numpy as np
 
 from tessera.attention.contract import Positions
 from tessera.models.decoder import forward, logits
-from tessera.models.files.checkpoint import load_params, read_config, save_folder
-from tessera.models.text.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params, save_folder
+from tessera.models.files.source import open_source
 from tessera.sparse.baselines import Dense
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +52,8 @@ for folder in sys.argv[3:]:
 
 def our_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Compute float32 logits in one forward pass."""
-    config = read_config(folder)
-    params = load_params(folder, config, dtype="float32", stacked=True)
+    config = open_source(folder).config
+    params = load_params(open_source(folder), dtype="float32", stacked=True)
 
     def run(params, tokens):
         length = jnp.full(1, tokens.shape[1], jnp.int32)
@@ -73,9 +73,9 @@ def report(name: str, ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 def check_saved(source: Path, target: Path, tokens: np.ndarray, shard_bytes: int) -> np.ndarray:
     """Load a folder and save it through Tessera; return Tessera's logits of the saved folder."""
-    config = read_config(source)
-    params = load_params(source, config, dtype="float32", stacked=False)
-    save_folder(target, params, config, load_tokenizer(source), shard_bytes=shard_bytes)
+    config = open_source(source).config
+    params = load_params(open_source(source), dtype="float32", stacked=False)
+    save_folder(target, params, config, open_source(source).tokenizer, shard_bytes=shard_bytes)
     np.save(target / "tokens.npy", tokens)
     return our_logits(target, tokens)
 
@@ -97,14 +97,14 @@ def main() -> int:
             ours[case] = check_saved(path.parent, work / case, expected["tokens"], 1 << (14 if len(ours) % 2 else 30))
             saved.append(work / case)
         if (DEMO / "config.json").is_file():
-            tokens = np.asarray(load_tokenizer(DEMO).encode(TEXT * 4), np.int64)
+            tokens = np.asarray(open_source(DEMO).tokenizer.encode(TEXT * 4), np.int64)
             ours["demo"] = check_saved(DEMO, work / "demo", tokens, 1 << 30)
             saved.append(work / "demo")
         command = [PEER_PYTHON, "-c", PEER, TEXT, json.dumps(CHAT), *saved]
         subprocess.run(command, check=True)
         for folder in saved:
             held.append(report(f"{folder.name}, saved by Tessera", ours[folder.name], np.load(folder / "logits.npy")))
-            if (tokenizer := load_tokenizer(folder)) is None:
+            if (tokenizer := open_source(folder).tokenizer) is None:
                 continue
             ids, text, chat = json.loads((folder / "ids.json").read_text())
             same = (tokenizer.encode(TEXT), tokenizer.decode(ids, skip_special=False), tokenizer.encode_chat(CHAT))

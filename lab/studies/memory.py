@@ -32,7 +32,7 @@ from tessera.deviceless.worker import memory
 from tessera.measure import evidence, timing
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
-from tessera.models.files.checkpoint import find_config
+from tessera.models.files.source import find_config
 from tessera.models.weights import abstract_params
 from tessera.runtime.step import decode_token
 from tessera.sparse.baselines import Dense

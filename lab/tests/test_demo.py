@@ -19,6 +19,7 @@ from tessera.measure import evidence
 from tessera.models.config import ModelConfig
 from tessera.models.files import fetch
 from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
+from tessera.models.files.source import open_source
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime import step
 from tessera.runtime.answers import Generation
@@ -264,7 +265,7 @@ def real(smollm2, tmp_path_factory):
     text = f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n{FILLER}"
     (folder / "short.txt").write_text(text)
     dense = load(smollm2)
-    dense = dataclasses.replace(dense, params=load_params(smollm2, dense.config, stacked=True))
+    dense = dataclasses.replace(dense, params=load_params(open_source(smollm2), stacked=True))
     plan = Plan(
         model=fingerprint(dense.params, dense.config),
         num_layers=30,

@@ -252,7 +252,7 @@ def test_choosing_tiles_compiles_for_a_tpu_to_nothing_without_an_estimate():
 
 
 def test_weights_of_llama_split_over_eight_chips():
-    config = steps.config_of("llama-3.1-8b")
+    config, _ = steps.find_model("llama-3.1-8b")
     assert num_parameters(config) == pytest.approx(8.03e9, rel=1e-3)
     roles = steps.roles(
         steps.policy_of("llama-3.1-8b", config, attention="kascade", tile=128, query_tile=32, fraction=0.1), config

@@ -11,6 +11,7 @@ from lab.eval.quality import passkey_tasks
 from tessera.core.files import DEMO_MODEL
 from tessera.generate import find_plan
 from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 
 LENGTHS = (768, 2048)
 
@@ -22,7 +23,7 @@ def readers():
     The layers are stacked and all prefill calls have one size, so that a side compiles two programs.
     """
     dense = tessera.load(DEMO_MODEL)
-    dense = replace(dense, params=load_params(DEMO_MODEL, dense.config, stacked=True))
+    dense = replace(dense, params=load_params(open_source(DEMO_MODEL), stacked=True))
     return {name: Reader(model, num_keys=max(LENGTHS)) for name, model in policies(dense).items()}
 
 

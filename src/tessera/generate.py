@@ -21,11 +21,12 @@ from tessera.core.memory import require
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_head_parts, num_stripes, parse
 from tessera.core.quant import check_name
 from tessera.models.config import ModelConfig
-from tessera.models.files.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
-from tessera.models.files.ends import describe, read_ends
+from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
+from tessera.models.files.ends import describe
 from tessera.models.files.fetch import SOURCES
-from tessera.models.files.generation_config import GenerationConfig, read_generation_config
-from tessera.models.files.quantised import require_weights
+from tessera.models.files.forms import require_weights
+from tessera.models.files.generation_config import GenerationConfig
+from tessera.models.files.source import open_source, resolve
 from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
@@ -44,9 +45,7 @@ from tessera.sparse.promise import promise_line
 logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
-"""Default file name of a plan in a model's folder."""
-GGUF_PLAN_SUFFIX = ".plan.json"
-"""Suffix of the plan file that belongs to a GGUF file: x.plan.json next to x.gguf."""
+"""Default file name of a plan in a model's folder. The plan of x.gguf is x.plan.json next to it."""
 
 NEW_TOKENS = 128
 """Maximum number of new tokens, if neither the caller nor generation_config.json sets one."""
@@ -346,7 +345,8 @@ def load(
     if cache not in (None, "int8"):
         raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
     source = resolve(path_or_hub_id)
-    config = read_config(source, note=True)
+    config = source.config
+    source.log_ignored()
     if dtype is not None:
         config = replace(config, dtype=dtype)
     plan = find_plan(attention, plan, str(source))
@@ -359,25 +359,23 @@ def load(
     if cache == "int8" and num_stripes(on) > 1:
         raise ValueError(f"{cache=} cannot be used with a mesh that splits the context ({mesh=}): leave one out")
     require_weights(source, config, weights, on)
-    tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
-    ends = read_ends(source, tokenizer)
-    config = replace(config, eos_ids=tuple(end.id for end in ends))
-    logger.log(logging.DEBUG if ends else logging.WARNING, "%s", describe(ends))
-    if warning := generation_config.warning():
+    config = replace(config, eos_ids=tuple(end.id for end in source.ends))
+    logger.log(logging.DEBUG if source.ends else logging.WARNING, "%s", describe(source.ends))
+    if warning := source.generation.warning():
         logger.info("%s", warning)
     enable_cache()
-    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False, mesh=on, weights=weights)
+    params = load_params(source, dtype=jnp.dtype(config.dtype), mesh=on, weight_format=weights)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
         logger.info("%s", promise_line(plan))
     return Model(
         config=config,
         params=params,
-        tokenizer=tokenizer,
+        tokenizer=source.tokenizer,
         policy=policy,
         plan=plan,
         source=str(source),
-        generation_config=generation_config,
+        generation_config=source.generation,
         cache=cache,
         weights=weights,
     )
@@ -432,14 +430,11 @@ def locate_plan(source: str | os.PathLike) -> Path | None:
 
 def plan_path(source: str | os.PathLike) -> Path:
     """Return the default path of a model's plan: plan.json in its folder, x.plan.json next to x.gguf."""
-    source = Path(source)
-    if source.is_file():
-        return source.with_name(source.name.removesuffix(".gguf") + GGUF_PLAN_SUFFIX)
-    return source / PLAN_FILE
+    return open_source(source).companion(PLAN_FILE)
 
 
 def shipped_plan(source: str | os.PathLike) -> Path | None:
     """Return the path of the plan shipped for a fetched model, chosen by file name alone; None if there is none."""
     names = {Path(model.member).name: name for name, model in SOURCES.items()}
     name = names.get(Path(source).name)
-    return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"
+    return None if name is None else SHIPPED / f"{name}.{PLAN_FILE}"

@@ -27,6 +27,7 @@ from tessera.core.processes import join, place
 from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import files_digest, save_folder
 from tessera.models.files.families import render_config
+from tessera.models.files.source import open_source
 from tessera.models.files.tensor_file import write_file
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes, num_parameters
@@ -170,7 +171,7 @@ def meet(address: str, facts: list[dict[str, str]], indices: list[int], counts: 
 
 def test_processes_with_different_models_are_refused(tmp_path):
     one, other = save_tiny(tmp_path / "a"), save_tiny(tmp_path / "b", replace(CONFIG, max_positions=256))
-    digests = [files_digest(folder) for folder in (one, other, save_tiny(tmp_path / "c"))]
+    digests = [files_digest(open_source(folder)) for folder in (one, other, save_tiny(tmp_path / "c"))]
     assert digests[0] == digests[2] != digests[1]
     facts = [{"model": digest} for digest in digests[:2]]
     words = "process 1 has a different model from process 0: give all processes the same model"

@@ -17,8 +17,9 @@ from tiny import random_params
 
 from tessera.models.config import ModelConfig, Rope, stable_repr
 from tessera.models.files import tensor_file
-from tessera.models.files.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.files.families import FAMILIES, parse_config, render_config
+from tessera.models.files.source import open_source, resolve
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes
 
@@ -174,12 +175,12 @@ def test_a_config_is_refused_before_a_weight_is_read(folder):
     edit_json(folder / "config.json", hidden_act="gelu")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"config\.json: hidden_act='gelu'"):
-        read_config(folder)
+        _ = open_source(folder).config
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rendered_configs_read_back(name):
-    config = read_config(GOLDEN / name)
+    config = open_source(GOLDEN / name).config
     again = parse_config(render_config(config, "bfloat16"))
     assert again == replace(config, dtype="bfloat16")
 
@@ -204,9 +205,9 @@ def test_a_config_no_family_can_say_is_not_written():
     ],
 )
 def test_both_layouts_hold_the_values_of_the_file(name, dtype):
-    config = read_config(GOLDEN / name)
-    loose = load_params(GOLDEN / name, config, dtype=dtype, stacked=False)
-    stacked = load_params(GOLDEN / name, config, dtype=dtype, stacked=True)
+    config = open_source(GOLDEN / name).config
+    loose = load_params(open_source(GOLDEN / name), dtype=dtype, stacked=False)
+    stacked = load_params(open_source(GOLDEN / name), dtype=dtype, stacked=True)
     assert same_weights(stacked.layers, jax.tree.map(lambda *rows: np.stack(rows), *loose.layers))
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves((loose, stacked)))
     files = {}
@@ -218,9 +219,9 @@ def test_both_layouts_hold_the_values_of_the_file(name, dtype):
 
 
 def test_fingerprint_tells_weights_apart_but_not_dtypes():
-    config = read_config(GOLDEN / "sharded")  # its values fit in bfloat16
-    params = load_params(GOLDEN / "sharded", config, dtype="float32", stacked=True)
-    half = load_params(GOLDEN / "sharded", config, dtype="bfloat16", stacked=False)
+    config = open_source(GOLDEN / "sharded").config  # its values fit in bfloat16
+    params = load_params(open_source(GOLDEN / "sharded"), dtype="float32", stacked=True)
+    half = load_params(open_source(GOLDEN / "sharded"), dtype="bfloat16", stacked=False)
     assert fingerprint(params, config) == fingerprint(half, config)
     other = replace(params, layers=replace(params.layers, v=params.layers.v.at[1].mul(1.5)))
     assert fingerprint(other, config) != fingerprint(params, config)
@@ -230,10 +231,10 @@ def test_fingerprint_tells_weights_apart_but_not_dtypes():
 def test_a_new_config_field_keeps_the_plans_of_models_that_do_not_use_it():
     frozen, later = {"frozen": True, "kw_only": True}, [("later", int, field(default=0))]
     newer = {kind: make_dataclass(kind.__name__, later, bases=(kind,), **frozen) for kind in (Rope, ModelConfig)}
-    config = read_config(GOLDEN / "rope_yarn")
+    config = open_source(GOLDEN / "rope_yarn").config
     options = asdict(config) | {"rope": newer[Rope](**asdict(config.rope))}
     same = newer[ModelConfig](**options)
-    params = load_params(GOLDEN / "rope_yarn", config, stacked=True)
+    params = load_params(open_source(GOLDEN / "rope_yarn"), stacked=True)
     assert stable_repr(same) == stable_repr(config) == repr(config)
     ids = [fingerprint(params, config), fingerprint(params, same), fingerprint(params, replace(same, later=1))]
     ids.append(fingerprint(params, replace(same, rope=replace(same.rope, later=2))))
@@ -243,20 +244,18 @@ def test_a_new_config_field_keeps_the_plans_of_models_that_do_not_use_it():
 
 def test_tied_heads_may_be_stored_but_must_be_equal(tmp_path):
     folder = Path(shutil.copytree(GOLDEN / "llama32_tied", tmp_path / "tied"))
-    config = read_config(folder)
-    assert load_params(folder, config).head is None
+    assert load_params(open_source(folder)).head is None
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
-    assert load_params(folder, config).head is None
+    assert load_params(open_source(folder)).head is None
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
     with pytest.raises(ValueError, match="tie_word_embeddings is true, but lm_head"):
-        load_params(folder, config)
+        load_params(open_source(folder))
 
 
 def test_old_rotary_buffers_are_accepted(folder):
-    config = read_config(folder)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
-    load_params(folder, config)
+    load_params(open_source(folder))
 
 
 def _swap_heads(tensors):
@@ -279,14 +278,12 @@ def _poison(tensors):
     ],
 )
 def test_wrong_tensors_are_refused_by_name(folder, change, named):
-    config = read_config(folder)
     edit_tensors(folder, change)
     with pytest.raises(ValueError, match=named):
-        load_params(folder, config)
+        load_params(open_source(folder))
 
 
 def test_fp8_is_refused_by_name(folder):
-    config = read_config(folder)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -295,39 +292,36 @@ def test_fp8_is_refused_by_name(folder):
     text = json.dumps(header).encode().ljust(length)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*F8_E4M3"):
-        load_params(folder, config)
+        load_params(open_source(folder))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1, -1000])
 def test_truncated_files_are_refused(folder, keep):
-    config = read_config(folder)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match="cut short"):
-        load_params(folder, config)
+        load_params(open_source(folder))
 
 
 def test_missing_weights_and_shards_are_refused(folder, tmp_path):
-    config = read_config(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no weights"):
-        load_params(folder, config)
+        load_params(open_source(folder))
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"\.bin or \.pth files"):
-        load_params(folder, config)
+        load_params(open_source(folder))
     shards = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded"))
     (shards / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-00003\.safetensors is missing"):
-        load_params(shards, read_config(shards))
+        load_params(open_source(shards))
 
 
 def test_headers_are_checked_before_any_weight_is_read(folder, monkeypatch):
-    config = read_config(folder)
     edit_tensors(folder, _swap_heads)
     read = []
     monkeypatch.setattr(tensor_file, "map_blocks", lambda tensor: read.append(tensor) or iter(()))
     with pytest.raises(ValueError, match="lm_head"):
-        load_params(folder, config)
+        load_params(open_source(folder))
     assert read == []
 
 
@@ -338,7 +332,7 @@ def test_broken_config_files_are_refused(folder, text, named):
     path = folder / "config.json"
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ValueError, match=named):
-        read_config(folder)
+        _ = open_source(folder).config
 
 
 def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
@@ -350,7 +344,7 @@ def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'owner/absent-model' is neither a local folder nor reachable") as error:
         resolve("owner/absent-model")
     assert "\n" not in str(error.value)
-    assert resolve(tmp_path) == tmp_path
+    assert resolve(tmp_path).path == tmp_path
 
 
 # Saving
@@ -359,11 +353,11 @@ def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_saved_folders_load_to_the_same_weights(name, stacked, tmp_path):
-    config = replace(read_config(GOLDEN / name), dtype="float32")
-    params = load_params(GOLDEN / name, config, stacked=stacked)
+    config = replace(open_source(GOLDEN / name).config, dtype="float32")
+    params = load_params(open_source(GOLDEN / name), dtype="float32", stacked=stacked)
     save_folder(tmp_path / "out", params, config, byte_tokenizer())
-    assert read_config(tmp_path / "out") == config
-    again = load_params(tmp_path / "out", config, stacked=stacked)
+    assert open_source(tmp_path / "out").config == config
+    again = load_params(open_source(tmp_path / "out"), stacked=stacked)
     assert same_weights(params, again)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == expected_shapes(config).keys()
 
@@ -376,7 +370,7 @@ def test_shards_and_single_files_replace_each_other(tmp_path):
         single = (tmp_path / "model.safetensors").is_file()
         assert single == (shard_bytes == 1 << 30)
         assert single != (tmp_path / "model.safetensors.index.json").is_file()
-        again = load_params(tmp_path, read_config(tmp_path), stacked=True)
+        again = load_params(open_source(tmp_path), stacked=True)
         assert same_weights(params, again)
     sizes = [len(load_file(path)) for path in tmp_path.glob("model-*.safetensors")]
     assert sum(sizes) == len(expected_shapes(config))
@@ -388,9 +382,11 @@ import sys, threading, time
 import psutil, jax
 import jax.numpy as jnp
 from pathlib import Path
-from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source, resolve
 folder, dtype, stacked = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "stacked"
-config = read_config(folder)
+source = open_source(folder)
+source.config
 jax.block_until_ready(jnp.zeros(8) + 1)
 process = psutil.Process()
 before, peak, stop = process.memory_info().rss, [0], threading.Event()
@@ -399,7 +395,7 @@ def watch():
         peak[0] = max(peak[0], process.memory_info().rss)
         time.sleep(0.001)
 thread = threading.Thread(target=watch); thread.start()
-params = load_params(folder, config, dtype=dtype, stacked=stacked)
+params = load_params(source, dtype=dtype, stacked=stacked)
 jax.block_until_ready(params)
 stop.set(); thread.join()
 print(peak[0] - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))

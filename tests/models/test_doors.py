@@ -8,10 +8,10 @@ from tiny import CONFIG, PLAN, save_tiny
 
 from tessera import generate
 from tessera.core.fields import MAX_DEPTH, parse_json, read_json
-from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 from tessera.models.files.tensor_file import read_header, read_index
 from tessera.models.text.tokenizer import byte_tokenizer
-from tessera.models.text.tokenizer_files import load_tokenizer
 from tessera.sparse.plan import Plan
 
 
@@ -110,7 +110,7 @@ def test_json_that_is_accepted(tmp_path):
 def test_configs_that_make_nonsense(folder, changes, said):
     edit_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match="config.json") as caught:
-        read_config(folder)
+        _ = open_source(folder).config
     assert said in str(caught.value)
 
 
@@ -118,7 +118,7 @@ def test_configs_that_make_nonsense(folder, changes, said):
 def test_an_end_token_that_can_never_match(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ValueError, match="generation_config.json"):
-        read_config(folder)
+        _ = open_source(folder).config
 
 
 # Weights
@@ -176,10 +176,10 @@ def test_a_tensor_in_another_shard_than_the_index_says(folder):
 def test_twenty_million_layers_take_no_time(folder):
     edit_json(folder / "config.json", num_hidden_layers=60_000)
     with pytest.raises(ValueError, match="calls for 60000 layers"):
-        load_params(folder, read_config(folder))
+        load_params(open_source(folder))
     edit_json(folder / "config.json", num_hidden_layers=20_000_000)
     with pytest.raises(ValueError, match="num_hidden_layers=20000000 must be a positive integer of at most 65536"):
-        read_config(folder)
+        _ = open_source(folder).config
 
 
 # Tokenizers
@@ -208,7 +208,7 @@ def edit_tokenizer(folder, edit):
 def test_tokenizers_that_abort_or_make_nonsense(folder, edit, said):
     edit_tokenizer(folder, edit)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer: ") as caught:
-        load_tokenizer(folder)
+        _ = open_source(folder).tokenizer
     assert said in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -225,19 +225,19 @@ def test_tokenizer_configs(folder, changes, said):
     (folder / "chat_template.jinja").unlink()
     edit_json(folder / "tokenizer_config.json", **changes)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json") as caught:
-        load_tokenizer(folder)
+        _ = open_source(folder).tokenizer
     assert said in str(caught.value)
 
 
 def test_a_tokenizer_config_as_transformers_writes_it(folder):
     edit_json(folder / "tokenizer_config.json", model_max_length=int(1e30))
-    assert load_tokenizer(folder).settings["model_max_length"] == int(1e30)
+    assert open_source(folder).tokenizer.settings["model_max_length"] == int(1e30)
 
 
 def test_a_template_that_is_not_utf8(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text"):
-        load_tokenizer(folder)
+        _ = open_source(folder).tokenizer
 
 
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800"])

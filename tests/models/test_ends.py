@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 
 import tessera
 from tessera.cli import main as cli
-from tessera.models.files.checkpoint import read_config, read_tokenizer
-from tessera.models.files.ends import describe, read_ends
+from tessera.models.files.ends import describe
+from tessera.models.files.source import open_source
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -23,8 +23,8 @@ def gguf_ends(tmp_path, tokens: dict[str, int], **ids) -> dict[str, tuple[str, .
     vocab = {"tokens": list(tokens), "types": list(tokens.values()), "merges": []}
     named = {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
     path = write_gguf(tmp_path / "x.gguf", metadata | bpe_metadata(vocab, "gpt-2") | named, tensors)
-    ends = read_ends(path, None)
-    assert read_config(path).eos_ids == tuple(end.id for end in ends)
+    ends = open_source(path).ends
+    assert open_source(path).config.eos_ids == tuple(end.id for end in ends)
     return {end.name: end.places for end in ends}
 
 
@@ -76,7 +76,7 @@ TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("ends"), replace(CONFIG, vocab_size=267), plan=False)
-    tokenizer = read_tokenizer(folder)
+    tokenizer = open_source(folder).tokenizer
     tokenizer.backend.add_tokens([AddedToken(token, special=token != "<|im_end|>") for token in TOKENS])
     tokenizer.save(folder)
     return folder
@@ -99,7 +99,7 @@ def base(tmp_path_factory):
 )
 def test_ends_of_a_folder(base, tmp_path, generation, config, eos, template, ids):
     folder = tmp_path / "model"
-    tokenizer = read_tokenizer(base)
+    tokenizer = open_source(base).tokenizer
     specials = {} if eos is None else {"eos_token": eos}
     tessera.save(
         replace(tessera.load(base), tokenizer=replace(tokenizer, specials=specials, chat_template=template)), folder
@@ -114,7 +114,7 @@ def test_ends_of_a_folder(base, tmp_path, generation, config, eos, template, ids
 
 
 def test_a_barred_name_ends_an_answer_as_a_piece_of_the_vocabulary_too(base, tmp_path):
-    tokenizer = read_tokenizer(base)
+    tokenizer = open_source(base).tokenizer
     raw = json.loads(tokenizer.backend.to_str())
     raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] != "<|im_end|>"]
@@ -137,7 +137,7 @@ def test_the_commands_say_what_ends_an_answer(base, capsys, monkeypatch, caplog)
 
     found = model_inspection.StepInspection(compiled=False, model="x", chip="v6e", mesh=1, phase="prefill", error="no")
     monkeypatch.setattr(model_inspection, "inspect_step", lambda *_, **__: found)
-    line = describe(read_ends(base, read_tokenizer(base)))
+    line = describe(open_source(base).ends)
     assert line == (
         "an answer ends at 257 <|eos|> (generation_config.json, config.json, the tokenizer's eos_token), "
         "261 <|end|> (the chat template)"

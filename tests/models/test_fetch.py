@@ -20,7 +20,7 @@ import tessera
 from tessera.cli.main import main
 from tessera.core.files import user_cache
 from tessera.models.files import fetch
-from tessera.models.files.checkpoint import resolve
+from tessera.models.files.source import resolve
 
 FETCH = """
 import resource, sys
@@ -233,7 +233,7 @@ def test_names(tmp_path, monkeypatch, capsys):
 
 def test_the_real_model(smollm2, capsys):
     assert sha256(smollm2.read_bytes()) == fetch.SOURCES["smollm2"].sha256
-    assert resolve("smollm2").samefile(smollm2)
+    assert resolve("smollm2").path.samefile(smollm2)
     assert main(["fetch", "smollm2"]) == 0
     said = capsys.readouterr().out.strip()
     assert Path(said).samefile(smollm2)

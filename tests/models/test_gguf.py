@@ -6,8 +6,10 @@ import resource
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import jax
@@ -22,8 +24,11 @@ import tessera
 from tessera.cli.main import main
 from tessera.generate import plan_path
 from tessera.models.config import Rope
-from tessera.models.files.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
-from tessera.models.files.gguf_file import TYPES, order_of_rows, read_gguf, read_gguf_tensor
+from tessera.models.files import gguf_file
+from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
+from tessera.models.files.forms import check_forms
+from tessera.models.files.gguf_file import TYPES, order_of_rows, read_gguf_tensor
+from tessera.models.files.source import open_source, resolve
 
 BPE = json.loads((GOLDEN / "tokenizers.json").read_text(encoding="utf-8"))["bpe"]
 SAYABLE = [name for name in CASES if name != "rope_yarn_mscale"]  # GGUF has no key for its magnitude scales
@@ -49,22 +54,22 @@ def test_a_file_is_its_folder(tmp_path, name):
     """A float GGUF loads as its golden folder does: names, row order, biases, norms, rope scaling and windows."""
     path = from_folder(GOLDEN / name, tmp_path / "x.gguf")
     config, params, tokens, theirs = load_case(name, stacked=True)
-    ours = read_config(path)
+    ours = open_source(path).config
     assert ours == replace(config, dtype="float32", family=ours.family)
-    loaded = load_params(path, ours, stacked=True)
+    loaded = load_params(open_source(path), stacked=True)
     assert same(loaded, params)
     if name == "llama3":
         assert relative_error(whole_logits(loaded, tokens[None], config=ours)[0], theirs) <= 1e-4
 
 
 def test_families():
-    assert {read_config(GOLDEN / name).family for name in SAYABLE} == {"llama", "mistral", "qwen2", "qwen3"}
-    assert {read_config(GOLDEN / name).rope.kind for name in SAYABLE} == {"default", "linear", "llama3", "yarn"}
+    assert {open_source(GOLDEN / name).config.family for name in SAYABLE} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {open_source(GOLDEN / name).config.rope.kind for name in SAYABLE} == {"default", "linear", "llama3", "yarn"}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_a_llama_with_a_window_is_a_mistral(tmp_path, architecture):
-    config = read_config(from_folder(GOLDEN / "mistral_window", tmp_path / "x.gguf", architecture=architecture))
+    config = open_source(from_folder(GOLDEN / "mistral_window", tmp_path / "x.gguf", architecture=architecture)).config
     assert (config.family, config.window) == ("mistral", 12)
 
 
@@ -82,7 +87,7 @@ def test_order_of_rows_undoes_the_converters():
 def test_llama3_factors_are_inverted(tmp_path, factor, theta, head_dim, context, low, high):
     rope = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "rope_theta": theta}
     factors = llama3_factors(rope | {"original_max_position_embeddings": context}, head_dim)
-    config = read_config(rope_file(tmp_path, factors, theta, head_dim))
+    config = open_source(rope_file(tmp_path, factors, theta, head_dim)).config
     expected = Rope(
         kind="llama3",
         theta=theta,
@@ -105,7 +110,7 @@ def test_factors_that_are_not_llama3s_are_refused(tmp_path):
     assert "rope_freqs.weight" in refusal(rope_file(tmp_path, factors, 5e5, 64))
     assert "rope_freqs.weight" in refusal(rope_file(tmp_path, factors[:8], 5e5, 64))
     assert "not finite" in refusal(rope_file(tmp_path, factors * np.float32(np.nan), 5e5, 64))
-    assert read_config(rope_file(tmp_path, np.ones(32, np.float32), 5e5, 64)).rope == Rope(theta=5e5)
+    assert open_source(rope_file(tmp_path, np.ones(32, np.float32), 5e5, 64)).config.rope == Rope(theta=5e5)
 
 
 # Types
@@ -154,12 +159,12 @@ def test_every_type_equals_the_float_checkpoint(tmp_path, name, dtype):
         floats[key] = gguf.dequantize(data, kind).reshape(array.shape), Q.F32
     quantised = write_gguf(tmp_path / "q.gguf", metadata, stored)
     plain = write_gguf(tmp_path / "f.gguf", metadata, floats)
-    config, float_config = read_config(quantised), read_config(plain)
+    config, float_config = open_source(quantised).config, open_source(plain).config
     assert config == replace(float_config, dtype="bfloat16" if name == "BF16" else "float32")
-    ours = load_params(quantised, config, dtype=dtype)
-    assert same(ours, load_params(plain, float_config, dtype=dtype))
-    save_folder(tmp_path / "folder", load_params(plain, float_config), float_config)
-    assert same(ours, load_params(tmp_path / "folder", float_config, dtype=dtype))
+    ours = load_params(open_source(quantised), dtype=dtype)
+    assert same(ours, load_params(open_source(plain), dtype=dtype))
+    save_folder(tmp_path / "folder", load_params(open_source(plain)), float_config)
+    assert same(ours, load_params(open_source(tmp_path / "folder"), dtype=dtype))
     rows = load_file(tmp_path / "folder" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     assert np.array_equal(interleave(rows, 2), floats["blk.0.attn_q.weight"][0])
 
@@ -175,8 +180,10 @@ import sys, threading, time
 import psutil, jax
 import gguf  # its code is not the model
 import jax.numpy as jnp
-from tessera.models.files.checkpoint import load_params, read_config
-config = read_config(sys.argv[1])
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source, resolve
+source = open_source(sys.argv[1])
+source.config
 jax.block_until_ready(jnp.zeros(8) + 1)
 process = psutil.Process()
 before, peak, stop = process.memory_info().rss, [0], threading.Event()
@@ -185,7 +192,7 @@ def watch():
         peak[0] = max(peak[0], process.memory_info().rss)
         time.sleep(0.001)
 thread = threading.Thread(target=watch); thread.start()
-params = load_params(sys.argv[1], config)
+params = load_params(source)
 jax.block_until_ready(params)
 stop.set(); thread.join()
 print(peak[0] - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
@@ -258,8 +265,9 @@ def test_values_that_contradict_the_embeddings_are_ignored_and_said(tmp_path, ca
         "tokenizer.ggml.bos_token_id": 64,
         "tokenizer.ggml.padding_token_id": 2**32 - 1,
     }
-    config = read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors), note=True)
-    assert (config.vocab_size, config.bos_id) == (64, None)
+    source = open_source(write_gguf(tmp_path / "x.gguf", metadata, tensors))
+    assert (source.config.vocab_size, source.config.bos_id) == (64, None)
+    source.log_ignored()
     said = "ignoring llama.vocab_size=65, tokenizer.ggml.bos_token_id=64, because the model has 64 tokens"
     assert [said in record.getMessage() for record in caplog.records] == [True]
 
@@ -268,7 +276,7 @@ def test_uniform_lists_and_switched_off_keys_are_accepted(tmp_path):
     metadata, tensors = tiny_model(64)
     metadata |= {"llama.attention.head_count_kv": [1], "llama.expert_count": 0, "llama.rope.scaling.type": "none"}
     metadata |= {"llama.attention.causal": True, "llama.rope.scaling.finetuned": False}
-    assert read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors)).num_kv_heads == 1
+    assert open_source(write_gguf(tmp_path / "x.gguf", metadata, tensors)).config.num_kv_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -285,14 +293,14 @@ def test_uniform_lists_and_switched_off_keys_are_accepted(tmp_path):
 def test_contexts_that_rope_scaling_extends(tmp_path, scaling, context):
     metadata, tensors = tiny_model(64)
     metadata |= {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
-    assert read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors)).max_positions == context
+    assert open_source(write_gguf(tmp_path / "x.gguf", metadata, tensors)).config.max_positions == context
 
 
 def test_unknown_keys_that_change_nothing_are_noted(tmp_path, caplog):
     metadata, tensors = tiny_model(64)
     metadata |= {"llama.pooling_type": 1, "llama.training.dataset": "x", "llama.logit_scale": 1.0}
     caplog.set_level("INFO")
-    read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors), note=True)
+    open_source(write_gguf(tmp_path / "x.gguf", metadata, tensors)).log_ignored()
     assert "ignoring llama.logit_scale, llama.pooling_type, llama.training.dataset" in caplog.text
 
 
@@ -330,7 +338,7 @@ def test_weights_as_stored_name_the_types_that_they_keep(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
     said = "weights='gguf' supports Q4_0, Q4_1, Q8_0 and floats, but .* is IQ4_NL: pass weights='int8', or None"
     with pytest.raises(ValueError, match=said):
-        load_params(path, read_config(path), weights="gguf")
+        check_forms(open_source(path), "gguf")
 
 
 # Hostile files
@@ -419,9 +427,9 @@ def load_or_refuse(path: Path) -> str:
     """Return the sentence that refused the file, or "loaded"; any error but a ValueError fails the test."""
     said = "loaded"
     try:
-        config = read_config(path)
-        load_params(path, config)
-        read_tokenizer(path)
+        source = open_source(path)
+        load_params(source)
+        _ = source.tokenizer
     except ValueError as error:
         said = str(error)
     assert "\n" not in said
@@ -465,13 +473,16 @@ def test_cut_between_the_header_and_the_weights(tmp_path):
     path = tmp_path / "x.gguf"
     data = small_file(tmp_path)
     path.write_bytes(data)
-    config, stored = read_config(path), read_gguf(path)
+    source = open_source(path)
+    stored = source.header
     path.write_bytes(data[:-64])
     name, last = max(stored.tensors.items(), key=lambda item: item[1].offset)
     with pytest.raises(ValueError, match="was truncated while"):
         read_gguf_tensor(name, last, np.empty(last.shape, np.float32))
     with pytest.raises(ValueError, match="cut short"):
-        load_params(path, config)
+        load_params(open_source(path))
+    with pytest.raises(ValueError, match="was truncated while"):
+        load_params(source)
 
 
 # Loading, plans, commands
@@ -503,8 +514,8 @@ def test_a_plan_next_to_the_file_is_found(tiny):
     assert plan_path(path) == path.with_name("x.plan.json")
     with pytest.raises(ValueError, match=r"x\.plan\.json"):
         tessera.load(path, attention="kascade")
-    params, config = random_params(CONFIG), read_config(path)
-    assert fingerprint(load_params(path, config), config) == fingerprint(params, CONFIG)
+    params, config = random_params(CONFIG), open_source(path).config
+    assert fingerprint(load_params(open_source(path)), config) == fingerprint(params, CONFIG)
     replace(PLAN, model=fingerprint(params, CONFIG)).save(plan_path(path))
     assert tessera.load(path, attention="kascade").plan == tessera.load(folder, attention="kascade").plan
 
@@ -512,7 +523,7 @@ def test_a_plan_next_to_the_file_is_found(tiny):
 def test_resolve_takes_files_and_says_what_it_takes(tmp_path):
     path = tmp_path / "model"
     path.write_bytes(b"GGUF")
-    assert resolve(path) == path
+    assert resolve(path).path == path
     with pytest.raises(ValueError, match="GGUF file"):
         resolve(tmp_path / "absent.gguf")
 
@@ -551,12 +562,63 @@ def test_generate_chat_renders_the_template(tiny, capsys):
 
 
 def test_inspect_takes_a_file(tiny):
-    from tessera.deviceless.steps import config_of
+    from tessera.deviceless.steps import find_model
 
     folder, path = tiny
-    assert config_of(str(path)) == config_of(str(folder)) == CONFIG
+    assert find_model(str(path))[0] == find_model(str(folder))[0] == CONFIG
     with pytest.raises(ValueError, match="GGUF file"):
-        config_of(str(path.with_name("absent")))
+        find_model(str(path.with_name("absent")))
+
+
+def headers_read(monkeypatch) -> list[Path]:
+    """List the GGUF files whose header is parsed from now on, each as often as it is parsed."""
+    found, header = [], gguf_file._Header
+    monkeypatch.setattr(gguf_file, "_Header", lambda file, path: found.append(path) or header(file, path))
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "gguf"])
+def test_a_load_reads_the_header_once(tmp_path, monkeypatch, weights):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(small_file(tmp_path))
+    if weights == "gguf":
+        metadata, tensors = tiny_model(64)
+        path = write_gguf(path, metadata, {name: encode("Q8_0", x) for name, (x, _) in tensors.items()})
+    read = headers_read(monkeypatch)
+    tessera.load(path, weights=weights)
+    assert read == [path]
+
+
+def test_a_command_reads_the_header_once(tmp_path, monkeypatch, capsys):
+    from tessera.deviceless import model_inspection, plan_check
+    from tessera.serve import warm
+
+    class Started(Exception):
+        pass
+
+    def start(*_, **__):
+        raise Started
+
+    found = model_inspection.StepInspection(compiled=False, model="x", chip="v6e", mesh=1, phase="decode", error="no")
+    monkeypatch.setattr(model_inspection.tpu, "compile_for", lambda *_, **__: SimpleNamespace(**vars(found)))
+    monkeypatch.setattr(plan_check, "require_compiler", lambda question: None)
+    monkeypatch.setattr(warm, "paging_for", start)
+    path = tmp_path / "x.gguf"
+    metadata, tensors = tiny_model(64)
+    write_gguf(path, metadata, {name: encode("Q8_0", x) for name, (x, _) in tensors.items()})
+    read = headers_read(monkeypatch)
+    for command in (
+        ["generate", "--tokens", "1 2 3", "--max-new-tokens", "1", "--weights", "gguf", "--model", str(path)],
+        ["inspect", "--mesh", "1", "--model", str(path)],
+        ["fit", str(path)],
+        ["fit", str(path), "--weights", "gguf", "int8", "--compile", "--length", "64"],
+        ["serve", "--port", "0", str(path)],
+    ):
+        read.clear()
+        with suppress(Started):
+            main(command)
+        assert read == [path], command
+        capsys.readouterr()
 
 
 def test_training_starts_from_a_file(tiny, tmp_path):
@@ -567,9 +629,11 @@ def test_training_starts_from_a_file(tiny, tmp_path):
 
     folder, path = tiny
     (tmp_path / "text").write_text("some text to train on " * 200)
-    recipe = text_recipe(tmp_path / "text", config=read_config(path), base=path, length=32, batch=2, steps=1, rate=1e-3)
+    recipe = text_recipe(
+        tmp_path / "text", config=open_source(path).config, base=path, length=32, batch=2, steps=1, rate=1e-3
+    )
     params = start(recipe, build(MeshShape())).params
-    assert same(params, load_params(folder, CONFIG, stacked=True))
+    assert same(params, load_params(open_source(folder), stacked=True))
 
 
 def test_the_real_file_equals_its_converted_folder(smollm2, tmp_path):
@@ -577,16 +641,16 @@ def test_the_real_file_equals_its_converted_folder(smollm2, tmp_path):
 
     Takes 10 s: 135 M parameters are dequantised, written, read and run.
     """
-    config, tokenizer = read_config(smollm2), read_tokenizer(smollm2)
-    params = load_params(smollm2, config, stacked=True)
+    config, tokenizer = open_source(smollm2).config, open_source(smollm2).tokenizer
+    params = load_params(open_source(smollm2), stacked=True)
     save_folder(tmp_path / "folder", params, config, tokenizer)
-    again = read_config(tmp_path / "folder")
-    folder = load_params(tmp_path / "folder", again, stacked=True)
+    again = open_source(tmp_path / "folder").config
+    folder = load_params(open_source(tmp_path / "folder"), stacked=True)
     assert again == config
     assert same(folder, params)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.encode_chat(chat) + tokenizer.encode("The capital of France is")
-    saved = read_tokenizer(tmp_path / "folder")
+    saved = open_source(tmp_path / "folder").tokenizer
     assert saved.encode_chat(chat) + saved.encode("The capital of France is") == prompt
     ours = whole_logits(params, np.array([prompt]), config=config)
     assert tokenizer.decode([int(ours[0, -1].argmax())]) == " Paris"

@@ -10,10 +10,9 @@ import pytest
 import tokenizers
 from gguf_files import bpe_metadata, spm_metadata, tiny_model, write_gguf
 
-from tessera.models.files.checkpoint import read_tokenizer
 from tessera.models.files.gguf_file import read_gguf
 from tessera.models.files.gguf_tokenizer import EXPRESSIONS, PATTERNS, gguf_tokenizer
-from tessera.models.text.tokenizer_files import load_tokenizer
+from tessera.models.files.source import open_source
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
 BPE, SPM, TEXTS, CUTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"], GOLDEN["cuts"]
@@ -115,7 +114,7 @@ def test_roles_template_and_saving(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 0)
     assert tokenizer.encode_chat([{"role": "user", "content": "x"}])[0] == 1
     tokenizer.save(tmp_path / "saved")
-    again = load_tokenizer(tmp_path / "saved")
+    again = open_source(tmp_path / "saved").tokenizer
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert (again.specials, again.chat_template) == (tokenizer.specials, template)
 
@@ -240,7 +239,7 @@ def test_a_vocabulary_of_long_texts_is_refused_before_it_is_cut(tmp_path):
 
 
 def test_the_real_models_tokenizer(smollm2):
-    tokenizer = read_tokenizer(smollm2)
+    tokenizer = open_source(smollm2).tokenizer
     assert tokenizer.vocab_size == 49152
     assert isinstance(tokenizer.backend, tokenizers.Tokenizer)
     chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
@@ -254,4 +253,4 @@ def test_the_real_models_tokenizer(smollm2):
 def test_model_and_tokenizer_in_one_file(tmp_path):
     metadata, tensors = tiny_model(len(BPE["tokens"]))
     path = write_gguf(tmp_path / "x.gguf", metadata | bpe_metadata(BPE, "smollm"), tensors)
-    assert read_tokenizer(path).encode("Hello world") == GOLDEN["llama_cpp"]["smollm"][0]
+    assert open_source(path).tokenizer.encode("Hello world") == GOLDEN["llama_cpp"]["smollm"][0]

@@ -8,7 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from tessera.models.files.checkpoint import load_params, read_config, resolve
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source, resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OTHERS = (
@@ -51,21 +52,21 @@ def hub(tmp_path, monkeypatch):
 def test_only_the_files_that_are_read_are_downloaded(hub, name):
     template = "additional_chat_templates/tool_use.jinja"
     taken = hub(GOLDEN / name, *OTHERS, "tokenizer.json", "chat_template.jinja", template)
-    folder = resolve("owner/name")
+    source = resolve("owner/name")
     own = {path.name for path in (GOLDEN / name).iterdir() if path.suffix in (".json", ".safetensors")}
     assert set(taken) == own | {"tokenizer.json", "chat_template.jinja", template}
     assert len(taken) == len(set(taken))
-    load_params(folder, read_config(folder))
+    load_params(source)
 
 
 def test_an_index_that_remains_from_other_weights_is_ignored(hub, tmp_path):
     shard = "model-00001-of-00002.safetensors"
     taken = hub(GOLDEN / "llama3", shard)
     (tmp_path / "remote" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": shard}}))
-    folder = resolve("owner/name")
+    source = resolve("owner/name")
     assert "model.safetensors" in taken
     assert shard not in taken
-    load_params(folder, read_config(folder))
+    load_params(source)
 
 
 @pytest.mark.parametrize(
@@ -86,5 +87,5 @@ def test_other_forms_of_weights_are_refused_with_a_way_out(hub, tmp_path, files,
         resolve("owner/name")
     assert said in str(error.value)
     with pytest.raises(ValueError, match="remote holds") as error:  # the same folder on disk
-        load_params(tmp_path / "remote", read_config(tmp_path / "remote"))
+        load_params(open_source(tmp_path / "remote"))
     assert said in str(error.value)

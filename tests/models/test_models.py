@@ -14,7 +14,8 @@ from tessera.attention.contract import Positions
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
-from tessera.models.files.checkpoint import load_params, read_config
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 from tessera.models.layers import Params
 from tessera.sparse.baselines import Dense
 
@@ -52,14 +53,14 @@ def relative_error(ours, theirs) -> float:
 
 
 def load_case(name: str, *, stacked: bool) -> tuple[ModelConfig, Params, np.ndarray, np.ndarray]:
-    config = read_config(GOLDEN / name)
-    params = load_params(GOLDEN / name, config, dtype="float32", stacked=stacked)
+    config = open_source(GOLDEN / name).config
+    params = load_params(open_source(GOLDEN / name), dtype="float32", stacked=stacked)
     with np.load(GOLDEN / name / "expected.npz") as expected:
         return config, params, expected["tokens"], expected["logits"]
 
 
 def test_every_kind_of_rotation_has_a_golden_case():
-    kinds = {read_config(GOLDEN / name).rope.kind for name in CASES}
+    kinds = {open_source(GOLDEN / name).config.rope.kind for name in CASES}
     assert kinds == {"default", "linear", "llama3", "yarn"}
 
 

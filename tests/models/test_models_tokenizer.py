@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
+from tessera.models.files.source import open_source
 from tessera.models.text.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer
-from tessera.models.text.tokenizer_files import load_tokenizer
 
 TEXTS = [
     "",
@@ -148,9 +148,9 @@ def test_chat_without_template_or_with_objects_is_refused(plain):
 
 
 def test_folders(plain, tmp_path):
-    assert load_tokenizer(tmp_path) is None
+    assert open_source(tmp_path).tokenizer is None
     plain.save(tmp_path)
-    again = load_tokenizer(tmp_path)
+    again = open_source(tmp_path).tokenizer
     assert again.encode("<|user|>é ") == plain.encode("<|user|>é ")
     assert (again.specials, again.chat_template, again.settings["clean_up_tokenization_spaces"]) == (
         plain.specials,
@@ -171,12 +171,12 @@ def test_templates_and_special_tokens_in_older_places(plain, tmp_path):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|bos|>", "eos_token": "<|eos|>"}))
-    again = load_tokenizer(tmp_path)
+    again = open_source(tmp_path).tokenizer
     assert again.chat_template == "D"
     assert (again.bos_id, again.eos_id) == (256, 261)
     config["chat_template"] = "inline"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(tmp_path).chat_template == "inline"
+    assert open_source(tmp_path).tokenizer.chat_template == "inline"
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_named_templates(plain, tmp_path, named, chat, tools, place):
         if "other" in named:  # files are read in the order of their names
             chat = "O"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = load_tokenizer(tmp_path)
+    found = open_source(tmp_path).tokenizer
     found.save(tmp_path)
-    for tokenizer in (found, load_tokenizer(tmp_path)):
+    for tokenizer in (found, open_source(tmp_path).tokenizer):
         assert (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template) == (chat, tools)
         if chat is not None:
             rendered = [tokenizer.render_chat([], tools=offered) for offered in (None, [], [{"type": "function"}])]
@@ -218,7 +218,7 @@ def with_added(plain, folder, tokens: dict[int, str], **flags) -> Tokenizer:
     plain.save(folder)
     listed = {str(index): {"content": content, "special": True, **flags} for index, content in tokens.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
-    return load_tokenizer(folder)
+    return open_source(folder).tokenizer
 
 
 def test_tokens_that_only_the_settings_list_are_added(plain, tmp_path):
@@ -227,7 +227,7 @@ def test_tokens_that_only_the_settings_list_are_added(plain, tmp_path):
     assert tokenizer.encode("x<|a|><|b|>A<|eos|>", add_special=False) == [120, 264, 265, 65, 257]
     assert tokenizer.decode([120, 264, 65]) == "x"  # they are special, as the settings say
     tokenizer.save(tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again").encode("<|b|>", add_special=False) == [265]
+    assert open_source(tmp_path / "again").tokenizer.encode("<|b|>", add_special=False) == [265]
     shown = with_added(plain, tmp_path / "shown", {264: "<|a|>"}, special=False)
     assert shown.decode([264]) == "<|a|>"
 
@@ -238,7 +238,7 @@ def edited(plain, folder, backend: dict | None = None, **files) -> Tokenizer:
     files["tokenizer"] = json.loads((folder / "tokenizer.json").read_text()) | (backend or {})
     for name, values in files.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
-    return load_tokenizer(folder)
+    return open_source(folder).tokenizer
 
 
 LLAMA = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -266,7 +266,7 @@ def test_settings_for_the_tokens_around_a_text(plain, tmp_path, settings, has_bo
     backend = {} if has_bos else {"post_processor": None}
     tokenizer = edited(plain, tmp_path, backend, tokenizer_config=settings, config={"model_type": "llama"})
     tokenizer.save(tmp_path / "again")
-    for found in (tokenizer, load_tokenizer(tmp_path / "again")):
+    for found in (tokenizer, open_source(tmp_path / "again").tokenizer):
         assert (found.encode("a"), found.encode("a", add_special=False)) == (ids, [97])
 
 
@@ -291,7 +291,7 @@ def test_tokens_that_only_other_files_name_are_added(plain, tmp_path, files, tok
     tokenizer = edited(plain, tmp_path, **files)
     ids = list(range(264, 264 + len(tokens)))
     tokenizer.save(tmp_path)  # which removes added_tokens.json
-    for found in (tokenizer, load_tokenizer(tmp_path)):
+    for found in (tokenizer, open_source(tmp_path).tokenizer):
         assert found.encode("".join(tokens), add_special=False) == ids
         assert found.decode([97, found.backend.token_to_id(END)]) == "a"
         assert found.vocab_size == 264 + len(tokens)
@@ -338,7 +338,7 @@ def test_templates_as_an_object_and_empty_templates(plain, tmp_path, value, chat
     plain.save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    found = load_tokenizer(tmp_path)
+    found = open_source(tmp_path).tokenizer
     assert (found.chat_template, found.tool_template or found.chat_template) == (chat, tools)
 
 
@@ -364,11 +364,11 @@ def test_tokens_that_contradict_each_other_are_refused(plain, tmp_path, tokens, 
 def test_tokenizers_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(ValueError, match="tokenizer.model, which is not supported: convert it once"):
-        load_tokenizer(tmp_path)
+        _ = open_source(tmp_path).tokenizer
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not valid JSON"):
-        load_tokenizer(tmp_path)
+        _ = open_source(tmp_path).tokenizer
     byte_tokenizer().save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
-        load_tokenizer(tmp_path)
+        _ = open_source(tmp_path).tokenizer

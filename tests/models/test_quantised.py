@@ -23,10 +23,11 @@ from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import products
-from tessera.models.files import rounded
-from tessera.models.files.checkpoint import fingerprint, load_params, read_config
+from tessera.models.files import parts
+from tessera.models.files.checkpoint import fingerprint, load_params
+from tessera.models.files.forms import check_forms, check_split
 from tessera.models.files.gguf_file import read_gguf_rows
-from tessera.models.files.quantised import check_split, stored_kinds, stored_tensors
+from tessera.models.files.source import open_source
 from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.weights import LAYER, OUTER, abstract_params, device_bytes, form_of, quantised_axes
 from tessera.train import loop
@@ -209,11 +210,12 @@ def planned_bytes(config, **types) -> int:
 @pytest.mark.parametrize("name", FORMS)
 def test_bytes_and_axes_are_what_loading_makes(folder, name):
     """The table tells bytes and axes before anything is loaded; stacked weights are the layers' own."""
+    source = open_source(folder)
     if name in ("int4-g64", "int4-g128"):
         with pytest.raises(ValueError, match="pass weights='int4-g32' or 'int4'"):
-            load_params(folder, WIDE, weights=name)
+            check_forms(source, name)
         return
-    params, stacked = (load_params(folder, WIDE, weights=name, stacked=stacked) for stacked in (False, True))
+    params, stacked = (load_params(source, weight_format=name, stacked=stacked) for stacked in (False, True))
     assert held_bytes(params) == planned_bytes(WIDE, weights=name)
     for entry in (*LAYER, *OUTER):
         held = getattr(params if entry in OUTER else params.layers[1], entry.name, None)
@@ -243,7 +245,7 @@ def test_abstract_weights_have_the_planned_bytes():
 
 def test_an_untied_embedding_stays_a_float(tmp_path):
     config = replace(WIDE, tie_embeddings=False)
-    params = load_params(save_tiny(tmp_path, config, plan=False), config, weights="int4")
+    params = load_params(open_source(save_tiny(tmp_path, config, plan=False)), weight_format="int4")
     assert held_bytes(params) == planned_bytes(config, weights="int4")
     assert not isinstance(params.embed, Quantised)
     assert params.head.kind == "int8"
@@ -263,7 +265,7 @@ def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", metadata, {name: encoded(array) for name, (array, _) in tensors.items()})
     plain, held = tessera.load(path), tessera.load(path, weights="gguf")
     assert fingerprint(plain.params, plain.config) == fingerprint(held.params, held.config)
-    kinds = stored_kinds(stored_tensors(path, held.config))
+    kinds = open_source(path).kinds
     assert set(kinds.values()) == {{"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}[kind]}
     assert held_bytes(held.params) == planned_bytes(held.config, weights="gguf", kinds=kinds)
     for name in ("q", "k", "down"):
@@ -289,15 +291,15 @@ def test_a_process_reads_only_its_part(tmp_path, name):
         return (gguf.quants.quantize(array, kind), kind) if array.ndim == 2 else (array, Q.F32)
 
     path = write_gguf(tmp_path / "x.gguf", metadata, {n: encoded(array) for n, (array, _) in tensors.items()})
-    stored = stored_tensors(path, read_config(path))
+    stored = open_source(path).tensors
     for tensor, box in (("q_proj", (64, 128, 0, 128)), ("o_proj", (0, 128, 32, 96))):
         full = f"model.layers.0.self_attn.{tensor}.weight"
         given = {full: stored[full]}
-        form = rounded.stored_form(given) if name == "gguf" else FORMS[name]
-        how = {"form": form, "kept": name == "gguf", "packed": False}
+        form = parts.stored_form(given) if name == "gguf" else FORMS[name]
+        how = {"form": form, "kept": name == "gguf", "packed": False, "dtype": np.float32}
         whole = 0, 128, 0, 128
-        wanted, want_sample = rounded.read_parts(read_gguf_rows, given, [whole], **how)
-        found, sample = rounded.read_parts(read_gguf_rows, given, [box], **how)
+        wanted, want_sample = parts.read_parts(read_gguf_rows, given, [whole], **how)
+        found, sample = parts.read_parts(read_gguf_rows, given, [box], **how)
         np.testing.assert_array_equal(sample, want_sample)
         rows, inputs = slice(*box[:2]), slice(*box[2:])
         groups = slice(box[2] // (form.group or 1), box[3] // (form.group or 1))
@@ -353,7 +355,7 @@ def test_refusals(folder, tmp_path):
     plain = write_gguf(tmp_path / "y.gguf", *tiny_model(256, hidden=64))
     with pytest.raises(ValueError, match="holds only floats: pass weights='int8'"):
         tessera.load(plain, weights="gguf")
-    params = load_params(folder, WIDE, weights="int8", stacked=True)
+    params = load_params(open_source(folder), weight_format="int8", stacked=True)
     with pytest.raises(ValueError, match="quantised weights cannot be trained"):
         loop.loss_sums(params, np.zeros((1, 8), np.int32), np.ones((1, 8)), config=WIDE, remat=False, dtype="float32")
 

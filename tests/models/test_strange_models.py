@@ -15,8 +15,8 @@ from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.core.escapes import escaped
-from tessera.models.files.checkpoint import read_tokenizer
 from tessera.models.files.families import parse_config, render_config
+from tessera.models.files.source import open_source
 
 CLEAR = "\x1b[2J"
 SHOWN = r"\x1b[2J"
@@ -305,7 +305,7 @@ def test_a_list_for_a_tokenizer_model(tmp_path, value):
     metadata |= bpe_metadata(vocab, "smollm") | {"tokenizer.ggml.model": value}
     path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(ValueError, match=r"x\.gguf has tokenizer\.ggml\.model=") as caught:
-        read_tokenizer(path)
+        _ = open_source(path).tokenizer
     assert str(caught.value).isprintable()
 
 

@@ -91,10 +91,10 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypat
     folder, other = save_tiny(tmp_path / "model"), save_tiny(tmp_path / "other")
     whole = checkpoint.load_weight
 
-    def replacing(*call):
+    def replacing(*call, **how):
         if (other / "model.safetensors").exists():
             os.replace(other / "model.safetensors", folder / "model.safetensors")
-        return whole(*call)
+        return whole(*call, **how)
 
     monkeypatch.setattr(checkpoint, "load_weight", replacing)
     with pytest.raises(ValueError, match="was replaced while it was being read: load the model again"):

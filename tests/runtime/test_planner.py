@@ -11,7 +11,7 @@ from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, USABLE_BYTES
 from tessera.deviceless.tpu.predict import CALIBRATED
 from tessera.measure import evidence
 from tessera.models.catalogue import MODELS
-from tessera.models.files.checkpoint import read_config
+from tessera.models.files.source import open_source
 from tessera.models.footprint import Types
 from tessera.runtime import planner, roofline
 from tessera.runtime.planner import CACHES, WEIGHTS, plan
@@ -147,9 +147,10 @@ def test_a_gguf_file_is_planned_as_it_is_stored(tmp_path):
     metadata, tensors = tiny_model(256, hidden=64)
     kept = {name: (gguf.quants.quantize(x, Q.Q4_1), Q.Q4_1) for name, (x, _) in tensors.items() if x.ndim == 2}
     path = write_gguf(tmp_path / "x.gguf", metadata, tensors | kept)
-    config = read_config(path)
-    asked = Question(config=config, chip="v6e", devices=1, batch=1, length=64, policy=recipe(config))
-    pairs = plan(asked, source=path).pairs
+    source = open_source(path)
+    policy = recipe(source.config)
+    asked = Question(config=source.config, chip="v6e", devices=1, batch=1, length=64, policy=policy)
+    pairs = plan(asked, source=source).pairs
     assert [pair.weights for pair in pairs[::2]] == list(WEIGHTS)
     matrices = sum(x.size for x, _ in tensors.values() if x.ndim == 2)
     assert pairs[2].parts.weights == matrices * 5 // 8 + 128 * len(kept) + pairs[2].parts.vectors

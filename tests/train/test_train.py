@@ -21,8 +21,8 @@ from rich.console import Console
 
 from tessera.attention.contract import Positions
 from tessera.models import decoder
-from tessera.models.files.checkpoint import load_params, read_config
-from tessera.models.text.tokenizer_files import load_tokenizer
+from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense
@@ -180,12 +180,12 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
     assert len(train.checkpoints(folder)) == 1
     assert (folder / "loss.svg").read_text().lstrip().startswith("<?xml")
     assert not list(folder.glob("*tmp*")) + list(folder.glob(".*tmp*"))
-    config = read_config(result.model)
+    config = open_source(result.model).config
     assert replace(config, eos_ids=(), bos_id=None) == replace(TINY.config, eos_ids=(), bos_id=None)
-    loaded = load_params(result.model, config, dtype=jnp.float32, stacked=True)
+    loaded = load_params(open_source(result.model), dtype=jnp.float32, stacked=True)
     for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(result.params)):
         np.testing.assert_array_equal(got, want)
-    assert load_tokenizer(result.model).vocab_size == data.VOCAB_SIZE
+    assert open_source(result.model).tokenizer.vocab_size == data.VOCAB_SIZE
 
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
@@ -285,7 +285,7 @@ def test_fine_tuning_a_folder_on_own_text(whole_run, tmp_path):
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 100)
     base = whole_run[1].model
     recipe = text_recipe(
-        tmp_path / "text", config=read_config(base), base=base, length=32, batch=4, steps=30, rate=5e-3
+        tmp_path / "text", config=open_source(base).config, base=base, length=32, batch=4, steps=30, rate=5e-3
     )
     result = train.train(recipe, tmp_path / "out", console=QUIET)
     values = [line["loss"] for line in without_clock(tmp_path / "out")]
@@ -336,10 +336,10 @@ def test_demo_recipe_is_what_ships():
 
 def test_shipped_weights_are_the_recipes_and_find_pass_keys():
     folder = Path(train.__file__).parents[1] / "shipped" / "model"
-    config = read_config(folder)
+    config = open_source(folder).config
     assert replace(config, eos_ids=(), bos_id=None) == replace(recipes.DEMO.config, eos_ids=(), bos_id=None)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16 << 20
-    params = load_params(folder, config, dtype=jnp.float32, stacked=True)
+    params = load_params(open_source(folder), dtype=jnp.float32, stacked=True)
     tasks = [data.passkey_task(np.random.default_rng(i), 1024, chat=bool(i % 2)) for i in range(8)]
     tokens = np.stack([np.concatenate([task.prompt, task.answer]) for task in tasks])
     full = jnp.full(8, 1024, jnp.int32)

@@ -22,7 +22,7 @@ from tiny import CONFIG, save_tiny
 import tessera
 from tessera.cli import main as cli
 from tessera.core import memory
-from tessera.models.files.checkpoint import read_config
+from tessera.models.files.source import open_source
 from tessera.models.weights import num_parameters
 from tessera.train import loop
 from tessera.train.checkpoints import checkpoints, remove, remove_incomplete
@@ -95,7 +95,7 @@ def begun(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of a text to train on, {i * i}\n" for i in range(400)))
     recipe = text_recipe(
         tmp_path / "text.txt",
-        config=read_config(tmp_path / "model"),
+        config=open_source(tmp_path / "model").config,
         base=tmp_path / "model",
         length=16,
         batch=8,

@@ -77,7 +77,7 @@ class Fit:
         check_limit(self.limit_s)
         if self.picture is not None:
             check_picture(self.picture)
-        from tessera.models.files.checkpoint import find_config
+        from tessera.models.files.source import find_config
         from tessera.runtime import planner
         from tessera.runtime.roofline import Question
         from tessera.runtime.step import CHUNK
@@ -91,7 +91,7 @@ class Fit:
 
             plan_check.require_compiler(question)
             checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
-        return planner.plan(question, weights=self.weights, source=None if source is None else Path(source)), checks
+        return planner.plan(question, weights=self.weights, source=source), checks
 
     def policy(self, config):
         """Return the Kascade policy of --plan, or that of the paper's recipe if --plan is not given."""

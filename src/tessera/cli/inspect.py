@@ -167,7 +167,7 @@ class Inspect:
 
     def run_model(self) -> int:
         """Compile a whole step of --model, print the result and return the exit code."""
-        from tessera.deviceless import model_inspection
+        from tessera.deviceless import model_inspection, steps
         from tessera.models.files.ends import describe
 
         if self.chip == "h200":
@@ -179,13 +179,15 @@ class Inspect:
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
-        ends = self.ends()
-        if ends is not None and not self.json:
-            print(describe(ends))
+        config, source = steps.find_model(self.model)
+        if source is not None and not self.json:
+            print(describe(source.ends))
         with self.progress(f"one {self.phase} step of {self.model}"):
-            result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
+            result = model_inspection.inspect_step(
+                self.chip, self.model, self.mesh, config=config, limit_s=self.limit_s, **call
+            )
         if self.json:
-            listed = {} if ends is None else {"ends": [end._asdict() for end in ends]}
+            listed = {} if source is None else {"ends": [end._asdict() for end in source.ends]}
             print(json.dumps(result.json() | listed))
         else:
             model_inspection.print_step(result)
@@ -195,15 +197,6 @@ class Inspect:
             words = f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}{bits}"
             self.record("step", self.attention, words, result)
         return TIMED_OUT if result.timed_out else 0 if result.compiled else 1
-
-    def ends(self):
-        """List the tokens that end an answer of --model; None for a model that is only a config."""
-        from tessera.models.catalogue import MODELS
-        from tessera.models.files.checkpoint import read_tokenizer
-        from tessera.models.files.ends import read_ends
-
-        path = Path(self.model)
-        return None if self.model in MODELS or not path.exists() else read_ends(path, read_tokenizer(path))
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
         """Append a record of the result, or of its error, to --evidence; the record says that nothing was measured."""

@@ -239,15 +239,15 @@ class Doctor:
     def plan_of_model(self):
         """Return the plan file (--plan, else the one of --model) and the config of --model, which the plan must fit."""
         from tessera.generate import locate_plan, plan_path
-        from tessera.models.files.checkpoint import read_config, resolve
+        from tessera.models.files.source import resolve
 
         source = resolve(self.model)
-        plan = self.plan or locate_plan(source)
+        plan = self.plan or locate_plan(source.path)
         if plan is None:
             raise FileNotFoundError(
-                f"--model {self.model} has no plan at {plan_path(source)}: make one with `tessera calibrate`"
+                f"--model {self.model} has no plan at {plan_path(source.path)}: make one with `tessera calibrate`"
             )
-        return plan, read_config(source)
+        return plan, source.config
 
 
 COMMANDS = MappingProxyType(

@@ -96,7 +96,8 @@ def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:
 
     from tessera.cli.model_commands import named_model
     from tessera.generate import find_plan
-    from tessera.models.files.checkpoint import files_digest, resolve
+    from tessera.models.files.checkpoint import files_digest
+    from tessera.models.files.source import resolve
 
     own = {"process", "wait_s", "debug", "model", "plan", "prompt", "option", "file", "stream", "json"}
     source = resolve(named_model(command.model))

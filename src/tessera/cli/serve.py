@@ -135,19 +135,18 @@ class Serve:
         """Serve with several replicas until SIGTERM or Ctrl-C."""
         from tessera.cli.model_commands import named_model
         from tessera.core.mesh import parse
-        from tessera.models.files.checkpoint import read_tokenizer, resolve
+        from tessera.models.files.source import resolve
         from tessera.serve.replicas import cluster
 
         shape = (1, 1) if self.mesh is None else parse(self.mesh, 1)
         source = resolve(named_model(self.named))
-        tokenizer = read_tokenizer(source)
         full = {name: None if (path := getattr(self, name)) is None else path.absolute() for name in ("plan", "spill")}
         full["pin"] = None if self.pin is None else tuple(path.absolute() for path in self.pin)
-        same = replace(self, path=os.path.abspath(source), model=None, name=self.served_name, **full)
+        same = replace(self, path=os.path.abspath(source.path), model=None, name=self.served_name, **full)
         end_s = cluster.END_S if self.spill is None else cluster.WRITE_S
         launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1], end_s=end_s)
         named = {"name": self.served_name, "context": self.context, "origins": origins}
-        cluster.run(launcher, tokenizer, count=self.replicas, margin=self.slots, bound=bound, **named)
+        cluster.run(launcher, source.tokenizer, count=self.replicas, margin=self.slots, bound=bound, **named)
         return 0
 
     @property
@@ -176,7 +175,7 @@ class Serve:
         from tessera.cli.model_commands import named_model
         from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan
-        from tessera.models.files.checkpoint import resolve
+        from tessera.models.files.source import resolve
         from tessera.serve.edge.bodies import Bodies
         from tessera.serve.edge.front import tenant_of
         from tessera.serve.site import Site
@@ -184,7 +183,7 @@ class Serve:
 
         if self.spill is not None:
             check_writable(self.spill, folder=True, flag="--spill")
-        source = resolve(named_model(self.named))
+        source = resolve(named_model(self.named)).path
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")
         names = ("dtype", "weights", "cache", "mesh", "plan")

@@ -73,19 +73,20 @@ class Train(ProcessFlags):
 
     def own_recipe(self) -> "Recipe":
         """Build the recipe that --text and its companion flags describe."""
-        from tessera.models.files.checkpoint import read_config, resolve
+        from tessera.models.files.source import resolve
         from tessera.train.recipes import DEMO_CONFIG, text_recipe
 
         base = None if self.base is None else resolve(self.base)
-        config = DEMO_CONFIG if base is None else read_config(base)
+        config = DEMO_CONFIG if base is None else base.config
         flags = {name: getattr(self, name) for name in ("steps", "length", "batch", "rate")}
-        return text_recipe(self.text, config=config, base=base, **flags)
+        return text_recipe(self.text, config=config, base=None if base is None else base.path, **flags)
 
     def facts(self, recipe: "Recipe") -> dict[str, str]:
         """Return digests of everything that must be the same in all processes; paths may differ between machines."""
         from importlib.metadata import version
 
         from tessera.models.files.checkpoint import files_digest
+        from tessera.models.files.source import open_source
         from tessera.runtime.corpus import read_text
         from tessera.train.data import library_digest
 
@@ -93,7 +94,7 @@ class Train(ProcessFlags):
         found = {
             "version of JAX or Tessera": (version("jax"), version("tessera-attention")),
             "text": library_digest() if recipe.text is None else read_text(Path(recipe.text)),
-            "base": None if recipe.base is None else files_digest(recipe.base),
+            "base": None if recipe.base is None else files_digest(open_source(recipe.base)),
             "set of flags": {name: value for name, value in asdict(self).items() if name not in own},
         }
         return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in found.items()}

@@ -14,7 +14,6 @@ other.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,8 @@ from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import fusions, predict
-from tessera.models.files.quantised import check_forms
+from tessera.models.config import ModelConfig
+from tessera.models.files.forms import check_split
 from tessera.models.weights import split_sizes
 
 MESHES = MappingProxyType(
@@ -74,13 +74,16 @@ class StepInspection:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
 
 
-def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **call: Any) -> StepInspection:
+def inspect_step(
+    chip: str, model: str, mesh: int, *, config: ModelConfig | None = None, limit_s: float = 600.0, **call: Any
+) -> StepInspection:
     """Compile a step and predict its time.
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
         mesh: number of devices that share every layer.
+        config: the model's config, if the caller has read it.
         limit_s: maximum seconds for the compiler.
         call: phase, batch, length, queries, attention, tile, query_tile, fraction, weights, cache (see
             `steps.model_step`).
@@ -90,11 +93,11 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     """
     if mesh not in MESHES[chip]:
         raise ValueError(f"--mesh {mesh} must be one of {', '.join(map(str, MESHES[chip]))} on {chip}")
-    config = steps.config_of(model)
+    config = steps.find_model(model)[0] if config is None else config
     if config.num_kv_heads % mesh:
         raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
     check(MeshShape(mesh, 1), split_sizes(config), mesh)
-    check_forms({}, config, Path(model), call.get("weights"), mesh)
+    check_split(config, call.get("weights"), mesh)
     program = factory_program("tessera.deviceless.steps:model_step", model=model, **call)
     found = tpu.compile_for(
         chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s, with_fusions=True

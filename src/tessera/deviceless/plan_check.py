@@ -104,9 +104,9 @@ def planned(config: ModelConfig, chip: str, devices: int, call: Mapping[str, Any
 
 
 def check_step(config: ModelConfig, model: str, chip: str, devices: int, *, limit_s: float, **call: Any) -> Check:
-    """Compile one step and compare its memory with the plan; `model` is a name or path that `steps.config_of` takes."""
+    """Compile one step and compare its memory with the plan; `model` is as in `steps.find_model`."""
     mine = planned(config, chip, devices, call)
-    found = model_inspection.inspect_step(chip, model, devices, limit_s=limit_s, **call)
+    found = model_inspection.inspect_step(chip, model, devices, config=config, limit_s=limit_s, **call)
     return Check(call=call, planned=mine, fits=fits(mine, USABLE_BYTES[chip]), found=found)
 
 

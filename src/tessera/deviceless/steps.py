@@ -6,7 +6,6 @@ mesh; the cache and attention are split by KV head (`attention/parallel.py`). XL
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from tessera.models.cache import init_cache
 from tessera.models.catalogue import MODELS
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.files.checkpoint import read_config
+from tessera.models.files.source import Source, open_source
 from tessera.models.weights import abstract_params, device_bytes
 from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense
@@ -32,16 +31,16 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 
-def config_of(model: str) -> ModelConfig:
-    """Return the config of a model in MODELS, of a Hugging Face folder, or of a GGUF file."""
+def find_model(model: str) -> tuple[ModelConfig, Source | None]:
+    """Return a model's config and its files: a Hugging Face folder or a GGUF file. A model in MODELS has no files."""
     if model in MODELS:
-        return MODELS[model]
-    path = Path(model)
-    if not (path.is_file() or (path / "config.json").is_file()):
+        return MODELS[model], None
+    source = open_source(model)
+    if not source.described.is_file():
         raise ValueError(
             f"--model {model} must be one of {', '.join(MODELS)}, a folder with a config.json, or a GGUF file"
         )
-    return read_config(path)
+    return source.config, source
 
 
 def policy_of(
@@ -76,7 +75,7 @@ def model_step(
     `weights` and `cache` are the types of the weight matrices and of the cache, with the same values as in
     `tessera.load`.
     """
-    config = config_of(model)
+    config, _ = find_model(model)
     mesh = build(MeshShape(len(devices), 1), devices)
     policy = policy_of(model, config, attention=attention, tile=tile, query_tile=query_tile, fraction=fraction)
     rows = 1 if phase == "decode" else queries

@@ -6,7 +6,6 @@ types, and finds the longest context and the largest batch that fit.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tessera.core.hardware import USABLE_BYTES
@@ -14,7 +13,8 @@ from tessera.core.memory import format_bytes
 from tessera.core.quant import STORED
 from tessera.core.shapes import round_up
 from tessera.models.config import MAX_SIZE
-from tessera.models.files.quantised import check_forms, stored_kinds, stored_tensors
+from tessera.models.files.forms import check_forms, check_split
+from tessera.models.files.source import Source
 from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, footprint
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
@@ -96,14 +96,13 @@ class Answer:
         }
 
 
-def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None = None) -> Answer:
+def plan(question: Question, *, weights: Sequence[str] = (), source: Source | None = None) -> Answer:
     """Predict memory and times for every pair of weight and cache types.
 
     Args:
         question: the model, the devices and the requests.
         weights: names from WEIGHTS to compare; if empty, all of them, but "gguf" only for a GGUF file.
-        source: the model's folder or GGUF file, or None. The header of a GGUF file says which types weights="gguf"
-            keeps.
+        source: the model's files, or None. Those of a GGUF file say which types weights="gguf" keeps.
 
     Raises:
         ValueError: a name is unknown, or `weights` has "gguf" but `source` is not a GGUF file.
@@ -111,19 +110,22 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
     if unknown := [name for name in weights if name not in WEIGHTS]:
         raise ValueError(f"weights={unknown[0]!r} must be one of {', '.join(WEIGHTS)}")
     config, division = question.config, question.division
-    stored = stored_tensors(source, config) if source is not None and source.is_file() else {}
-    if STORED in weights and not stored:
+    kinds = None if source is None else source.kinds
+    if STORED in weights and kinds is None:
         raise ValueError("weights='gguf' keeps the blocks of a GGUF file: name such a file as the model")
-    names = weights or tuple(name for name in WEIGHTS if name != STORED or stored_kinds(stored))
+    names = weights or tuple(name for name in WEIGHTS if name != STORED or kinds)
     pairs = []
     for name in sorted(names, key=WEIGHTS.index):
         refused = ""
         try:
-            check_forms(stored, config, source, None if name in FLOATS else name, division.heads)
+            if name == STORED:
+                check_forms(source, name, division.heads)
+            elif name not in FLOATS:
+                check_split(config, name, division.heads)
         except ValueError as error:
             refused = str(error)
         for cache in CACHES:
-            types = Types(weights=name, cache=cache, kinds=stored_kinds(stored) if name == STORED else {})
+            types = Types(weights=name, cache=cache, kinds=kinds if name == STORED else {})
             pairs.append(_pair(question, types, refused))
     first = next((index for index, pair in enumerate(pairs) if pair.fits), None)
     sharing = None

@@ -38,7 +38,8 @@ from tessera.core.processes import LEAVE_S
 from tessera.core.quant import has_quantised
 from tessera.models import decoder
 from tessera.models.config import ModelConfig
-from tessera.models.files.checkpoint import read_tokenizer, save_folder
+from tessera.models.files.checkpoint import save_folder
+from tessera.models.files.source import open_source
 from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 from tessera.models.weights import layer_weights, num_parameters, outer_weights
@@ -214,7 +215,7 @@ def train(
         raise ValueError(f"{save_every_s=} must be a number of seconds, at least 0")
     on = find_mesh(mesh, recipe)
     check_room(recipe, on)
-    tokenizer = byte_tokenizer() if recipe.base is None else read_tokenizer(recipe.base)
+    tokenizer = byte_tokenizer() if recipe.base is None else open_source(recipe.base).tokenizer
     corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
     longest = max(stage.length for stage in recipe.stages)
     if len(corpus.train) <= longest:

@@ -226,8 +226,7 @@ def text_recipe(
 ) -> Recipe:
     """Build a recipe for next-token training on the user's text, from fresh weights or a Hugging Face folder (`base`).
 
-    With `base`, `config` must be the config of that folder (`models.files.checkpoint.read_config`). The learning rate
-    falls linearly to a tenth of `rate`.
+    With `base`, `config` must be the config of that folder. The learning rate falls linearly to a tenth of `rate`.
     """
     stage = Stage(length=length, batch=batch, steps=steps, mixture=(("text", 1.0),), rate=rate, last_rate=rate / 10)
     return Recipe(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import load_params
+from tessera.models.files.source import open_source
 from tessera.models.layers import Params, rope_frequencies
 from tessera.models.weights import abstract_params, init_params
 from tessera.train.recipes import Recipe
@@ -60,7 +61,7 @@ def start(recipe: Recipe, mesh: Mesh) -> State:
     placed = shardings(recipe, mesh)
     if recipe.base is None:
         return jax.jit(init_state, static_argnums=0, out_shardings=placed)(recipe)
-    params = load_params(recipe.base, recipe.config, dtype=jnp.float32, stacked=True, mesh=mesh)
+    params = load_params(open_source(recipe.base), dtype=jnp.float32, stacked=True, mesh=mesh)
     return jax.jit(_begin, static_argnums=1, out_shardings=placed, donate_argnums=0)(params, recipe)
 
 

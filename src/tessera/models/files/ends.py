@@ -3,17 +3,15 @@
 Fine-tuning often changes the end of a turn in one file only, so every token that some file names counts.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tessera.core.escapes import escaped, quoted
-from tessera.core.fields import read_json
 from tessera.models.files.families import token_ids
 from tessera.models.files.generation_config import FILE as GENERATION
-from tessera.models.files.gguf_file import GgufFile, read_gguf
+from tessera.models.files.gguf_file import GgufFile
 from tessera.models.text.tokenizer import Tokenizer
 
 NAMES = frozenset(
@@ -65,24 +63,13 @@ def describe(ends: Iterable[End]) -> str:
     )
 
 
-def read_ends(source: Path, tokenizer: Tokenizer | None) -> tuple[End, ...]:
-    """List the tokens that end an answer of the model in a folder or GGUF file; `tokenizer` is the model's.
+def folder_ends(raw: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer | None) -> tuple[End, ...]:
+    """List the tokens that end an answer of a Hugging Face folder's model, given the contents of its config files.
 
-    For a folder, these are `eos_token_id` of generation_config.json and of config.json, the tokenizer's eos token, and
-    the special tokens of NAMES that a chat template writes. Only if there are none of these, all special tokens of
-    NAMES count. For a GGUF file, see `gguf_ends`.
+    These are `eos_token_id` of generation_config.json and of config.json, the tokenizer's eos token, and the special
+    tokens of NAMES that a chat template writes. Only if there are none of these, all special tokens of NAMES count.
     """
-    if source.is_file():
-        return gguf_ends(read_gguf(source))
-    raw = {file: read_json(path) for file in (GENERATION, "config.json") if (path := source / file).is_file()}
-    return folder_ends({file: token_ids(values, "eos_token_id") for file, values in raw.items()}, raw, tokenizer)
-
-
-def folder_ends(
-    named: Mapping[str, Sequence[int]], raw: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer | None
-) -> tuple[End, ...]:
-    """List the tokens that end an answer, given the ids that each config file names and the contents of the files."""
-    named = dict(named)
+    named = {file: token_ids(raw[file], "eos_token_id") for file in (GENERATION, "config.json") if file in raw}
     if tokenizer is None:
         return _collected(named, {})
     backend, size = tokenizer.backend, raw["config.json"]["vocab_size"]

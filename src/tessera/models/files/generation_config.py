@@ -8,12 +8,11 @@ Tessera does not support are ignored and listed in `GenerationConfig.ignored`. `
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tessera.core.escapes import escaped
-from tessera.core.fields import TRUTH, check_fields, integer, maybe, number, positive, read_json
+from tessera.core.fields import TRUTH, check_fields, integer, maybe, number, positive
 from tessera.models.config import MAX_SIZE
 
 FILE = "generation_config.json"
@@ -121,14 +120,3 @@ def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
         raw = {**raw, "top_k": 0}
     ignored = {key: raw[key] for key, neutral in UNSUPPORTED.items() if raw.get(key) not in (None, neutral, [], {})}
     return GenerationConfig(**{key: raw[key] for key in FIELDS if raw.get(key) is not None}, ignored=ignored)
-
-
-def read_generation_config(folder: Path) -> GenerationConfig:
-    """Read a folder's generation_config.json; without that file, or for a GGUF file, return an empty config."""
-    path = folder / FILE
-    if not path.is_file():
-        return GenerationConfig()
-    try:
-        return parse_generation_config(read_json(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

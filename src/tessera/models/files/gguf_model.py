@@ -15,7 +15,7 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
-from tessera.models.files.ends import file_token, gguf_ends, ignored_ids
+from tessera.models.files.ends import file_token, ignored_ids
 from tessera.models.files.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.files.unread import changes_model
 from tessera.models.weights import LAYER, OUTER, layer_name
@@ -80,79 +80,7 @@ FACTOR_TOLERANCE = 1e-5
 """Maximum relative error of rope_freqs.weight against Llama 3's factors; converters' float32 errors are near 1e-6."""
 
 
-def gguf_config(file: GgufFile) -> ModelConfig:
-    """Read the decoder's config from a GGUF file's metadata.
-
-    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` holds the tokens of `gguf_ends`.
-
-    Raises:
-        ValueError: an architecture, key or value is missing or not supported; the message names it.
-    """
-    meta = _Metadata(file)
-    architecture = ARCHITECTURES[meta.architecture]
-    meta.refuse_unknown()
-    tensors = file.tensors
-    heads, hidden = meta.positive("attention.head_count"), meta.positive("embedding_length")
-    head_dim = meta.positive("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (size := meta.positive(key, head_dim)) != head_dim:
-            raise meta.error(key, size, f"it must be {head_dim}, the size of a head")
-    if "token_embd.weight" not in tensors:
-        raise ValueError(f"{file.path} holds no weights (token_embd.weight is missing): download a whole model")
-    vocab_size = tensors["token_embd.weight"].shape[0]
-    if (num_layers := meta.positive("block_count")) > len(tensors):
-        raise meta.error("block_count", num_layers, f"the file holds {len(tensors)} tensors")
-    window = meta.positive("attention.sliding_window", None)
-    # a llama with a window is a Mistral: Hugging Face's llama has none
-    family = "mistral" if architecture.family == "llama" and window else architecture.family
-    max_positions = meta.positive("context_length")
-    biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
-    fields = dict(
-        family=family,
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=meta.positive("feed_forward_length"),
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=meta.positive("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_positions=_context(meta, rope := _rope(meta, head_dim, max_positions), max_positions),
-        rope=rope,
-        norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
-        window=window,
-        tie_embeddings="output.weight" not in tensors,
-        **biases,
-        qk_norm=architecture.qk_norm,
-        bos_id=file_token(file, "bos"),
-        eos_ids=tuple(end.id for end in gguf_ends(file)),
-        dtype=_dtype(tensors),
-    )
-    try:
-        return ModelConfig(**fields)
-    except ValueError as error:
-        raise ValueError(f"{file.path} has sizes that contradict each other: {error}") from error
-
-
-def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """Return the file's tensors under Hugging Face's names; names unknown to the architecture stay unchanged."""
-    interleaved = ARCHITECTURES[_Metadata(file).architecture].interleaved
-    heads = {"q": config.num_heads, "k": config.num_kv_heads}
-    heads |= {"q_bias": config.num_heads, "k_bias": config.num_kv_heads}
-    places: dict[str, tuple[str, int | None]] = {weight.gguf: (weight.stored, None) for weight in OUTER}
-    for index in range(config.num_layers):
-        for weight in LAYER:
-            order = heads.get(weight.name) if interleaved else None
-            places[f"blk.{index}.{weight.gguf}"] = layer_name(index, weight), order
-    found = {}
-    for name, tensor in file.tensors.items():
-        if name == ROPE_FACTORS:
-            continue  # gguf_config read it
-        place, order = places.get(name, (name, None))
-        found[place] = tensor._replace(heads=order)
-    return found
-
-
-class _Metadata:
+class Metadata:
     """A file's metadata under its architecture's prefix; each value is checked when it is read.
 
     Arguments named `key` omit the prefix: pass "block_count" for "llama.block_count".
@@ -206,16 +134,85 @@ class _Metadata:
                 raise self.error(key, value, f"this is not supported for {self.architecture}")
 
 
-def ignored_values(file: GgufFile) -> list[str]:
+def gguf_config(meta: Metadata) -> ModelConfig:
+    """Read the decoder's config from a GGUF file's metadata.
+
+    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` stays empty: `ends.gguf_ends` finds them.
+
+    Raises:
+        ValueError: an architecture, key or value is missing or not supported; the message names it.
+    """
+    file, architecture = meta.file, ARCHITECTURES[meta.architecture]
+    meta.refuse_unknown()
+    tensors = file.tensors
+    heads, hidden = meta.positive("attention.head_count"), meta.positive("embedding_length")
+    head_dim = meta.positive("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (size := meta.positive(key, head_dim)) != head_dim:
+            raise meta.error(key, size, f"it must be {head_dim}, the size of a head")
+    if "token_embd.weight" not in tensors:
+        raise ValueError(f"{file.path} holds no weights (token_embd.weight is missing): download a whole model")
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    if (num_layers := meta.positive("block_count")) > len(tensors):
+        raise meta.error("block_count", num_layers, f"the file holds {len(tensors)} tensors")
+    window = meta.positive("attention.sliding_window", None)
+    # a llama with a window is a Mistral: Hugging Face's llama has none
+    family = "mistral" if architecture.family == "llama" and window else architecture.family
+    max_positions = meta.positive("context_length")
+    biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
+    fields = dict(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=meta.positive("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=meta.positive("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_positions=_context(meta, rope := _rope(meta, head_dim, max_positions), max_positions),
+        rope=rope,
+        norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
+        window=window,
+        tie_embeddings="output.weight" not in tensors,
+        **biases,
+        qk_norm=architecture.qk_norm,
+        bos_id=file_token(file, "bos"),
+        dtype=_dtype(tensors),
+    )
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{file.path} has sizes that contradict each other: {error}") from error
+
+
+def gguf_tensors(meta: Metadata, config: ModelConfig) -> dict[str, GgufTensor]:
+    """Return the file's tensors under Hugging Face's names; names unknown to the architecture stay unchanged."""
+    interleaved = ARCHITECTURES[meta.architecture].interleaved
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    heads |= {"q_bias": config.num_heads, "k_bias": config.num_kv_heads}
+    places: dict[str, tuple[str, int | None]] = {weight.gguf: (weight.stored, None) for weight in OUTER}
+    for index in range(config.num_layers):
+        for weight in LAYER:
+            order = heads.get(weight.name) if interleaved else None
+            places[f"blk.{index}.{weight.gguf}"] = layer_name(index, weight), order
+    found = {}
+    for name, tensor in meta.file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue  # gguf_config read it
+        place, order = places.get(name, (name, None))
+        found[place] = tensor._replace(heads=order)
+    return found
+
+
+def ignored_values(meta: Metadata) -> list[str]:
     """List values, as key=value, that contradict the number of embeddings and are ignored, as in llama.cpp."""
-    meta, rows = _Metadata(file), file.tensors["token_embd.weight"].shape[0]
+    rows = meta.file.tensors["token_embd.weight"].shape[0]
     size = meta.positive("vocab_size", rows)
-    return [*([f"{meta.architecture}.vocab_size={size}"] if size != rows else []), *ignored_ids(file)]
+    return [*([f"{meta.architecture}.vocab_size={size}"] if size != rows else []), *ignored_ids(meta.file)]
 
 
-def unread_keys(file: GgufFile) -> list[str]:
+def unread_keys(meta: Metadata) -> list[str]:
     """List the keys of the file's architecture that `gguf_config` accepts without knowing them."""
-    meta = _Metadata(file)
     return [f"{meta.architecture}.{key}" for key in meta.values if key not in READ_KEYS and key not in HARMLESS_KEYS]
 
 
@@ -224,7 +221,7 @@ def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
     return "bfloat16" if matrices == {"BF16"} else "float32"  # float32 holds what every other type does
 
 
-def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
+def _rope(meta: Metadata, head_dim: int, max_positions: int) -> Rope:
     theta = meta.real("rope.freq_base", 10000.0)
     factor = meta.real("rope.scaling.factor", meta.real("rope.scale_linear", None))
     # llama.cpp's own default: a factor without a type is linear
@@ -253,7 +250,7 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
     )
 
 
-def _context(meta: _Metadata, rope: Rope, max_positions: int) -> int:
+def _context(meta: Metadata, rope: Rope, max_positions: int) -> int:
     """Return the context in tokens, to which YaRN's and the linear scaling's factor count."""
     original = meta.positive(ORIGINAL, max_positions if rope.kind == "yarn" else None)
     if rope.kind not in ("yarn", "linear") or original is None:
@@ -262,7 +259,7 @@ def _context(meta: _Metadata, rope: Rope, max_positions: int) -> int:
     return extended_context(max_positions, rope.factor, original, keys)
 
 
-def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
+def _llama3(meta: Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
     """Find the Rope of kind "llama3" whose frequency for pair i of the dimensions is theta ** (-2 i / H) / factors[i].
 
     `stored` holds the factors. With f_i = theta ** (-2 i / H) and the original context length C, Llama 3 defines

@@ -167,7 +167,7 @@ class _Vocabulary:
     def token_id(self, role: str) -> int | None:
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.typed(key, int, None)
-        return value if value is not None and 0 <= value < len(self.tokens) else None  # read_config says so
+        return value if value is not None and 0 <= value < len(self.tokens) else None  # `Source.log_ignored` says so
 
     def used(self) -> dict[str, int]:
         """Map each piece in use to its id. Unused pieces only pad the vocabulary to the number of embeddings."""

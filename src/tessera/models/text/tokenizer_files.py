@@ -1,6 +1,5 @@
 """Read a tokenizer, its settings and its chat templates from a Hugging Face folder."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,14 @@ from tessera.models.text.tokenizer import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDE
 from tessera.models.text.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 
-def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
+def load_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     """Read a Hugging Face folder's tokenizer; return None if the folder has none.
 
-    Without a tokenizer, prompts must be lists of token ids.
+    Without a tokenizer, prompts must be lists of token ids. `config` is the contents of config.json.
 
     Raises:
         ValueError: the tokenizer is broken or of an unsupported kind.
     """
-    folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         other = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
@@ -41,7 +39,6 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     backend = _read_backend(path)
     settings_path = folder / "tokenizer_config.json"
     settings, older = _read_settings(settings_path), _read_settings(folder / "special_tokens_map.json")
-    config = read_json(config_path) if (config_path := folder / "config.json").is_file() else {}
     decoder, template = settings.pop("added_tokens_decoder", None), settings.pop("chat_template", None)
     named = named_tokens(older, settings)
     listed = listed_tokens(folder, decoder, named)
