@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
-from tessera.serve.api.marks import shown_ids, speech_of
 from tessera.serve.api.protocol import (
     ChatBody,
     CompletionBody,
@@ -29,13 +28,13 @@ from tessera.serve.api.reference import page as reference
 from tessera.serve.api.replies import Reply
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Speech
-from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of
-from tessera.serve.echo import echo_of, put_prompts
+from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of, shown_ids, speech_of
 from tessera.serve.edge import server
 from tessera.serve.edge.front import TENANT
 from tessera.serve.edge.turns import in_turn, unless_gone
+from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.page import page
-from tessera.serve.response import Answer, Stream, all_ends, stream, usage_of
+from tessera.serve.response import ChoiceState, Stream, all_ends, echo_of, put_prompts, stream, usage_of
 from tessera.serve.service import Service
 from tessera.serve.site import JSONResponse, Site, check_model, refusal_response
 from tessera.serve.token_routes import add_tokens
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 def create(site: Site) -> FastAPI:
-    """Build the FastAPI application that answers all routes for `site`."""
     app = FastAPI(
         title="Tessera", version=version("tessera-attention"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -139,11 +137,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
-    """Submit the choices of a request and return the response, whole or as a stream."""
     guide = await guide_for(request, site, body)
     bias = await in_turn(request, site.encoding, bias_of, site, body) if body.biases else {}
     asked = requests_of(site, body, prompts, bias, guide, request.scope.get(TENANT, ""))
@@ -152,7 +149,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         shown = shown_ids(tokenizer, body)
         asked = [replace(one, shown=one.shown | shown) for one in asked]
     answers = [
-        Answer(
+        ChoiceState(
             index=index,
             prompt=index // body.n,
             policy=partial(site.service.policy_of, one),
@@ -166,7 +163,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         await asyncio.to_thread(_add_echoes, site, body, answers, prompts)
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
-    def deliver(answer: Answer, event: Event) -> None:
+    def deliver(answer: ChoiceState, event: Event) -> None:
         site.mail.post(loop, partial(queue.put_nowait, (answer, event)))
 
     jobs = site.service.submit(*((one, partial(deliver, answer)) for one, answer in zip(asked, answers)))
@@ -184,7 +181,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
 
 
 def _whole(
-    site: Site, body: SamplingFields, reply: Reply, answers: Sequence[Answer], prompt_tokens: int
+    site: Site, body: SamplingFields, reply: Reply, answers: Sequence[ChoiceState], prompt_tokens: int
 ) -> dict[str, Any]:
     if body.echoes:
         put_prompts(answers)
@@ -198,14 +195,16 @@ def _whole(
     return found
 
 
-def _add_echoes(site: Site, body: CompletionBody, answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> None:
+def _add_echoes(
+    site: Site, body: CompletionBody, answers: Sequence[ChoiceState], prompts: Sequence[Sequence[int]]
+) -> None:
     echoes = [echo_of(site, body, index, tokens) for index, tokens in enumerate(prompts)]
     for answer in answers:
         answer.echo = echoes[answer.prompt]
 
 
-def _drop(site: Site, answers: Sequence[Answer]) -> None:
-    """Cancel the choices that have not ended, because the client disconnected or another choice failed."""
+def _drop(site: Site, answers: Sequence[ChoiceState]) -> None:
+    """Cancel the choices that have not ended, because the client left or another choice failed."""
     for answer in answers:
         if answer.end is None:
             site.service.cancel(answer.job)

@@ -10,20 +10,25 @@ from uuid import uuid4
 from fastapi import Request
 
 from tessera.models.text.chat_template import Unavailable
+from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide, check_tokens
 from tessera.runtime.requests import Request as Generate
+from tessera.serve.api.call_forms import SPECIAL
+from tessera.serve.api.calls import schemas
 from tessera.serve.api.fields import refusal_of
 from tessera.serve.api.protocol import ChatBody, Conversation, Prompt, SamplingFields
 from tessera.serve.api.schema import Refusal
+from tessera.serve.api.speech import THOUGHTS, Speech
 from tessera.serve.api.tools import conversation, encode
 from tessera.serve.edge.turns import in_turn
 from tessera.serve.site import Site, tokenizer_of
 
 START, SLACK = 8, 64
-"""Characters per token of the context to encode first, of a longer text, and tokens by which that may exceed the
-context."""
+"""Of a long text, first encode START characters per context token; refuse it if they exceed the context by SLACK
+tokens."""
 SEEDS = 2**64
-"""Number of different seeds."""
+LAST = 16
+"""Number of tokens at the end of a prompt among which the mark that opens the reasoning is looked for."""
 
 
 def _check_start(site: Site, text: str, param: str) -> None:
@@ -52,7 +57,6 @@ def encode_prompt(site: Site, prompt: Prompt, name: str, *, add_special: bool = 
 
 
 def encode_parts(site: Site, parts: Sequence[int | str], *, add_special: bool, parse_special: bool = True) -> list[int]:
-    """Return the tokens of a list of token ids and texts; the options are those of `Tokenizer.encode`."""
     tokens: list[int] = []
     for index, part in enumerate(parts):
         if isinstance(part, str):
@@ -100,7 +104,6 @@ def templated(site: Site, body: Conversation) -> str:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """Turn the errors of a chat template into refusals."""
     try:
         yield
     except Unavailable as error:
@@ -110,7 +113,7 @@ def _template_errors() -> Iterator[None]:
 
 
 def _variables(body: Conversation, template: str) -> dict[str, Any]:
-    """Return the arguments of `tools.encode` that a body sets; raise Refusal if the template could not follow one."""
+    """Return the arguments of `tools.encode` that a body sets; refuse one that the template could not follow."""
     found = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.opens}
     if body.continue_final_message:
         found["continue_final"] = True
@@ -125,10 +128,7 @@ def _variables(body: Conversation, template: str) -> dict[str, Any]:
 
 
 async def guide_for(request: Request, site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
-    """Compile the grammar that the request asks for, and return a function that makes a guide for each answer.
-
-    Return None if the request asks for no grammar.
-    """
+    """Compile the grammar that the request asks for, if any; return a function that makes a guide for each answer."""
     form = body.form()
     if form is None:
         return None
@@ -160,10 +160,8 @@ def requests_of(
 ) -> list[Generate]:
     """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ..., s + n - 1.
 
-    s is the body's seed or, if the body has none, a random number. `bias` is that of `bias_of`.
-
-    Raises:
-        Refusal: a sampling parameter is wrong, or a prompt leaves no room for an answer.
+    s is the body's seed or, if the body has none, a random number. Refuse a wrong sampling parameter, and a prompt that
+    leaves no room for an answer.
     """
     usual = site.model.generation_config.sampling().get("temperature", 1.0)
     try:
@@ -215,16 +213,45 @@ def requests_of(
 
 
 def _prompt_ranks(body: SamplingFields) -> int | None:
-    """Return the number of best tokens to report at each position of the prompt; None reports none."""
     asked = (body.prompt_logprobs, body.ranks if body.echoes else None)
     return max((ranks for ranks in asked if ranks is not None), default=None)
 
 
+def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int], *, guided: bool) -> Speech:
+    """Return the splitter of the answer to the tokens `prompt`.
+
+    If a grammar holds from the answer's first token on (`guided`), the answer has neither reasoning nor calls, unless
+    the grammar makes it one call.
+    """
+    if guided or tokenizer is None:
+        return Speech(forced=guided and body.forced, tools=dict(schemas(body.offered)) if body.forced else None)
+    end = tokenizer.decode(prompt[-LAST:], skip_special=False).rstrip()
+    return Speech(
+        dict(schemas(body.offered)),
+        single=body.parallel_tool_calls is False,
+        thoughts=THOUGHTS,  # of any model: fine-tuning teaches reasoning without a word in the template
+        thinking=next((pair for pair in THOUGHTS if end.endswith(pair[0]) or _unclosed(body, pair)), None),
+    )
+
+
+def _unclosed(body: ChatBody, pair: tuple[str, str]) -> bool:
+    """Return whether the answer goes on with a message whose reasoning has not ended."""
+    text = "".join(body.messages[-1].texts) if body.continue_final_message else ""
+    return text.rfind(pair[0]) > text.rfind(pair[1])
+
+
 def special_ids(site: Site, *, ends: bool) -> frozenset[int]:
     """Return the ids of the special tokens; those that end an answer only with `ends`."""
-    if site.model.tokenizer is None:
-        return frozenset()
-    added = site.model.tokenizer.backend.get_added_tokens_decoder()
-    return frozenset(
-        id for id, token in added.items() if token.special and (ends or id not in site.model.config.eos_ids)
-    )
+    eos = () if ends else site.model.config.eos_ids
+    return frozenset(id for id, _ in _specials(site.model.tokenizer) if id not in eos)
+
+
+def shown_ids(tokenizer: Tokenizer | None, body: ChatBody) -> frozenset[int]:
+    """Return the ids of the special tokens whose names must stay in the answer's text, so that it can be split."""
+    wanted = {mark for pair in THOUGHTS for mark in pair} | (SPECIAL if body.offered else frozenset())
+    return frozenset(id for id, name in _specials(tokenizer) if name in wanted)
+
+
+def _specials(tokenizer: Tokenizer | None) -> list[tuple[int, str]]:
+    added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+    return [(id, token.content) for id, token in added.items() if token.special]

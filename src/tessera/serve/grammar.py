@@ -51,23 +51,18 @@ ASCII = {
 Unicode."""
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
-COMPILE_S, WAIT_S = 2.0, 6.0
-"""Maximum seconds of processor time to compile a schema, which is the schema's fault if they are exceeded, and maximum
-seconds to wait for it, which on a busy machine are not. Most schemas take milliseconds."""
+COMPILE_S = 2.0
+"""Maximum seconds of processor time to compile a schema. Most schemas take milliseconds."""
+WAIT_S = 6.0
+"""Maximum seconds to wait for the worker. A busy machine may exceed them, so the schema is not to blame."""
 READY_S, EXIT_S = 60.0, 2.0
-"""Maximum seconds until the worker process is ready, which takes 0.3 s on an idle machine, and until it exits."""
+"""Maximum seconds until the worker process is ready (0.3 s on an idle machine), and until it exits."""
 
 
 class Grammars:
-    """Compiler of grammars for one model.
+    """Compiler of grammars for one model. Raise ValueError if llguidance cannot read the tokenizer.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        vocab_size: number of logits per step; token ids that the tokenizer lacks are never allowed.
-        eos_ids: ids of the end-of-sequence tokens.
-
-    Raises:
-        ValueError: llguidance cannot read the tokenizer.
+    `vocab_size` is the number of logits per step; token ids that the tokenizer lacks are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
@@ -154,11 +149,9 @@ class Following:
         self._matcher, self._first, self._allowance, self._name = matcher, first, allowance, name
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return, for each token id, whether the grammar allows the token next."""
         return self._timed(_mask, self._matcher) if self._first is None else self._first
 
     def push(self, token: int) -> None:
-        """Advance the grammar by one generated token."""
         self._first = None
         self._allowance.left_s = min(self._allowance.left_s + TOKEN_S, REQUEST_S)
         self._timed(self._matcher.consume_token, token)
@@ -202,7 +195,6 @@ def _mask(matcher: llguidance.LLMatcher) -> Bool[np.ndarray, "V"]:
 
 
 def _check_schemas_in(grammar: str) -> None:
-    """Check the JSON schemas that a grammar holds, each after the word %json."""
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())

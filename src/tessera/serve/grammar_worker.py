@@ -59,7 +59,6 @@ def answer() -> None:
 
 @cache
 def tokenizer_of(path: str, vocab_size: int, eos_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
-    """Return the tokenizer that a file holds; read each file only once."""
     return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(eos_ids))
 
 
@@ -68,7 +67,7 @@ def compiled(
 ) -> dict[str, str]:
     """Compile a text and compute the mask of the first token, which for some patterns is most of the work.
 
-    Return {"grammar": the grammar}, or {"error": what is wrong} if llguidance refuses it.
+    The reply is {"grammar": ...}, or {"error": what is wrong} if llguidance refuses it.
     """
     grammar = grammar_of(kind, text, overrides)
     reader = tokenizer_of(tokenizer, vocab_size, tuple(eos_ids))
@@ -114,7 +113,6 @@ def _unescaped(found: re.Match) -> str:
 
 
 def _split(node: gbnf.ASTNode) -> gbnf.ASTNode:
-    """Return a part of a grammar with its texts split into characters."""
     match node:
         case gbnf.LiteralNode():
             parts = [{"\\[": "[", "\\]": "]"}.get(part, part) for part in CHARACTER.findall(node.value)]

@@ -33,7 +33,7 @@ TEXT = (
 )
 """Text whose tokens make up the prompts."""
 LOOK_S = 0.1
-"""Seconds between two looks at whether Ctrl-C was pressed."""
+"""Seconds between checks for Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,9 @@ class Load:
 
     Attributes:
         rate: mean requests per second; inf sends all at once.
-        requests: number of requests.
         clients: maximum number of open requests; None sets no limit. With a limit and rate inf, each new request waits
             until an earlier one has ended (closed loop).
-        prompt_tokens: tokens per prompt.
         shared_tokens: number of leading tokens that all prompts share.
-        new_tokens: tokens per answer.
         seed: seed of arrival times and prompts.
         limit_s: seconds without a byte from the server after which a request counts as failed.
     """
@@ -73,7 +70,7 @@ class Outcome:
 
 
 def arrivals(load: Load) -> list[float]:
-    """Return when to send each request, in seconds after the start."""
+    """Return the seconds after the start at which to send each request."""
     rng, at, found = random.Random(load.seed), 0.0, []
     for _ in range(load.requests):
         found.append(at)
@@ -101,16 +98,10 @@ async def run(
 ) -> tuple[list[Outcome], float]:
     """Send the load to a server; return the outcomes in the order of sending, and the seconds of the whole run.
 
-    Ctrl-C ends the run; the outcomes are then those of the requests that have ended.
+    Ctrl-C ends the run; the outcomes are then those of the requests that have ended. `progress` is called with each
+    outcome as soon as its request has ended.
 
-    Args:
-        url: the server's address, such as http://127.0.0.1:8000.
-        load: what to send.
-        key: API key; None sends no key.
-        progress: called with each outcome as soon as its request has ended.
-
-    Raises:
-        ValueError: `url` is not an address, or the server does not answer or refuses /tokenize.
+    Raise ValueError if `url` is not an address, or the server does not answer or refuses /tokenize.
     """
     try:
         address = httpx2.URL(url.strip())
@@ -142,11 +133,7 @@ async def run(
 
 
 async def tokens_of(client: httpx2.AsyncClient, url: str) -> list[int]:
-    """Return the server's tokens of TEXT.
-
-    Raises:
-        ValueError: the server does not answer, or refuses /tokenize, or answers without token ids.
-    """
+    """Return the server's tokens of TEXT; raise ValueError if it does not answer /tokenize with token ids."""
     try:
         found = await client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
     except httpx2.HTTPError as error:

@@ -12,6 +12,9 @@ from tessera.runtime.scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 """Upper bounds of the buckets of the latency histograms, in seconds."""
+TENTHS = tuple(tenth / 10 for tenth in range(1, 11))
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of Prometheus' text format."""
 
 
 class Metrics:
@@ -19,39 +22,31 @@ class Metrics:
 
     def __init__(self):
         self.registry = CollectorRegistry()
+        gauge, counter, histogram = (partial(kind, registry=self.registry) for kind in (Gauge, Counter, Histogram))
+        seconds = partial(histogram, buckets=SECONDS)
         self._gave_way = 0
-        with_registry = {"registry": self.registry}
-        self._running = Gauge("vllm:num_requests_running", "Running requests.", **with_registry)
-        self._waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to run.", **with_registry)
-        self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of complete requests.", **with_registry)
-        self._cached = Counter("vllm:prefix_cache_hits", "Prompt tokens with cached keys.", **with_registry)
-        self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
-        self._ended = Counter("vllm:request_success", "Complete requests.", ["finished_reason"], **with_registry)
-        self._failed = Counter("tessera:requests_failed", "Requests that failed.", **with_registry)
-        self._cancelled = Counter("tessera:requests_cancelled", "Cancelled requests.", **with_registry)
-        self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
-        self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
-        self._usage = Gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.", **with_registry)
-        self._kept = Gauge(
-            "tessera:kv_cache_cached_perc", "Share of the pages that only the cache uses.", **with_registry
-        )
-        self._queries = Counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.", **with_registry)
-        self._preempted = Counter("vllm:num_preemptions", "Requests that gave their pages to others.", **with_registry)
-        self._costs = Gauge(
-            "tessera:step_cost_seconds", "Coefficients of a step's predicted seconds.", ["of"], **with_registry
-        )
-        self._limit = Gauge(
-            "tessera:step_limit_seconds", "Maximum predicted seconds of a step that decodes.", **with_registry
-        )
-        self._density = Histogram(
-            "tessera:keys_read_ratio", "Keys that a request read / visible keys.", buckets=_tenths(), **with_registry
-        )
-        self._first = _seconds("vllm:time_to_first_token_seconds", "Seconds to the first token.", self.registry)
-        self._next = _seconds("vllm:inter_token_latency_seconds", "Seconds from one token to the next.", self.registry)
-        self._whole = _seconds("vllm:e2e_request_latency_seconds", "Seconds from request to last token.", self.registry)
+        self._running = gauge("vllm:num_requests_running", "Running requests.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting to run.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of complete requests.")
+        self._cached = counter("vllm:prefix_cache_hits", "Prompt tokens with cached keys.")
+        self._new = counter("vllm:generation_tokens", "Tokens generated.")
+        self._ended = counter("vllm:request_success", "Complete requests.", ["finished_reason"])
+        self._failed = counter("tessera:requests_failed", "Requests that failed.")
+        self._cancelled = counter("tessera:requests_cancelled", "Cancelled requests.")
+        self._restarts = counter("tessera:engine_restarts", "Engines replaced after an error.")
+        self._compiles = counter("tessera:recompiles", "Programs compiled after the warm-up.")
+        self._usage = gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.")
+        self._kept = gauge("tessera:kv_cache_cached_perc", "Share of the pages that only the cache uses.")
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.")
+        self._preempted = counter("vllm:num_preemptions", "Requests that gave their pages to others.")
+        self._costs = gauge("tessera:step_cost_seconds", "Coefficients of a step's predicted seconds.", ["of"])
+        self._limit = gauge("tessera:step_limit_seconds", "Maximum predicted seconds of a step that decodes.")
+        self._density = histogram("tessera:keys_read_ratio", "Keys that a request read / visible keys.", buckets=TENTHS)
+        self._first = seconds("vllm:time_to_first_token_seconds", "Seconds to the first token.")
+        self._next = seconds("vllm:inter_token_latency_seconds", "Seconds from one token to the next.")
+        self._whole = seconds("vllm:e2e_request_latency_seconds", "Seconds from request to last token.")
 
     def gauge(self, *, running: int, waiting: int) -> None:
-        """Set the numbers of running and of waiting requests."""
         self._running.set(running)
         self._waiting.set(waiting)
 
@@ -63,10 +58,7 @@ class Metrics:
         self._gave_way = state.preempted
 
     def scheduler(self, find: Callable[[], Scheduler | None]) -> None:
-        """Report the scheduler's step costs and step limit, at the present pace (`Scheduler.pace`).
-
-        `find` is called whenever the metrics are read. It returns the scheduler; if it returns None, the metrics are 0.
-        """
+        """Report the scheduler's step costs and step limit, at the present pace; 0 while `find` returns None."""
 
         def value(name: str) -> float:
             found = find()
@@ -94,25 +86,13 @@ class Metrics:
         self._whole.observe(seconds)
 
     def cancelled(self) -> None:
-        """Count a cancelled request: its client disconnected, or another choice of the same response failed."""
         self._cancelled.inc()
 
     def restarted(self) -> None:
-        """Count an engine that was replaced after an error."""
         self._restarts.inc()
 
     def compiled(self) -> None:
-        """Count a program that was compiled after the warm-up."""
         self._compiles.inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-def _seconds(name: str, about: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, about, buckets=SECONDS, registry=registry)
-
-
-def _tenths() -> tuple[float, ...]:
-    return tuple(tenth / 10 for tenth in range(1, 11))

@@ -11,11 +11,12 @@ from fastapi.responses import StreamingResponse
 
 from tessera.runtime.requests import End, Failure, Token
 from tessera.serve.api.calls import finish_of
-from tessera.serve.api.protocol import StreamOptions
+from tessera.serve.api.protocol import CompletionBody, StreamOptions
 from tessera.serve.api.replies import Reply, usage, usage_so_far
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Said, Speech
 from tessera.serve.service import Job
+from tessera.serve.site import Site
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,6 @@ class Echo:
     """A prompt that is put before its answer.
 
     Attributes:
-        text: the prompt's text.
         pieces: the text that each token of the prompt adds; together they are `text`. Empty if no token is reported.
         ranks: number of most probable tokens to report at each position.
         alone: whether the answer is left out. The engine has generated one token all the same.
@@ -35,7 +35,6 @@ class Echo:
     alone: bool
 
     def tokens(self, end: End) -> list[Token]:
-        """Return the prompt's tokens, each with its text."""
         return [
             token._replace(text=piece, top=token.top[: self.ranks]) for token, piece in zip(end.prompt, self.pieces)
         ]
@@ -54,20 +53,17 @@ COMMENT = ": a call is being written\n\n"
 
 
 @dataclass(eq=False)
-class Answer:
+class ChoiceState:
     """One choice of a response while it is generated.
 
     Attributes:
         index: number of the choice in the response, from 0.
         prompt: number of its prompt in the request, from 0.
         policy: function that returns the name of the choice's attention policy, by the number of its tokens.
-        prompt_tokens: tokens of its prompt.
-        speech: splitter of the choice's text into plain text and tool calls.
         echo: the prompt, to put before the answer; None leaves it out.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
         job: the choice's request in the service; None before it is submitted.
-        new_tokens: number of tokens so far.
-        characters: number of characters of the choice's text so far.
+        new_tokens, characters: length of the answer so far, in tokens and in characters.
         end: the engine's last event for the choice; None until the choice is complete.
     """
 
@@ -111,21 +107,16 @@ async def all_ends(queue: asyncio.Queue, count: int) -> None:
 
 
 async def stream(
-    reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, options: StreamOptions, prompt_tokens: int
+    reply: Reply, answers: Sequence[ChoiceState], queue: asyncio.Queue, options: StreamOptions, prompt_tokens: int
 ) -> AsyncIterator[str]:
     """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
 
-    Args:
-        reply: builder of the events.
-        answers: the choices.
-        queue: pairs (choice, event of the engine) as they come.
-        options: which events tell the usage.
-        prompt_tokens: tokens of all prompts together.
+    `queue` holds pairs (choice, event of the engine). `prompt_tokens` counts those of all prompts together.
     """
     left, begun = len(answers), False
     continuous = options.include_usage and options.continuous_usage_stats
 
-    def said(answer: Answer, data: dict[str, Any]) -> str:
+    def said(answer: ChoiceState, data: dict[str, Any]) -> str:
         if continuous:
             return _event(data | usage_so_far(answer.prompt_tokens, answer.new_tokens))
         return _event(data | {"usage": None} if options.include_usage else data)
@@ -156,16 +147,14 @@ async def stream(
     yield "data: [DONE]\n\n"
 
 
-def _first(reply: Reply, answer: Answer) -> dict[str, Any]:
-    """Return a choice's first event, before its answer."""
+def _first(reply: Reply, answer: ChoiceState) -> dict[str, Any]:
     if answer.echo is None:
         return reply.piece(answer.index, first=True)
     answer.characters = len(answer.echo.text)
     return reply.piece(answer.index, Said(text=answer.echo.text))
 
 
-def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
-    """Yield the stream's events for one token, or for the end of an answer."""
+def _pieces(reply: Reply, answer: ChoiceState, event: Token | End) -> Iterator[dict[str, Any]]:
     if answer.echo is not None and (answer.echo.alone or answer.tokens is not None):
         yield from _held(reply, answer, event)
         return
@@ -183,7 +172,7 @@ def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[s
     yield reply.piece(answer.index, finish=finish_of(event.generation.finish_reason, rest.text, calls))
 
 
-def _held(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
+def _held(reply: Reply, answer: ChoiceState, event: Token | End) -> Iterator[dict[str, Any]]:
     """Yield the events of a choice that begins with the prompt's probabilities, which come with the answer's end."""
     if isinstance(event, Token):
         if answer.tokens is not None and not answer.echo.alone:
@@ -198,8 +187,7 @@ def _held(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str
     yield reply.piece(answer.index, finish=event.generation.finish_reason)
 
 
-def usage_of(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-    """Build the usage of a response whose choices have all ended; `prompt_tokens` counts all prompts together."""
+def usage_of(answers: Sequence[ChoiceState], prompt_tokens: int) -> dict[str, Any]:
     cached: dict[int, int] = {}  # of each prompt: later choices also reuse what earlier ones have computed
     for answer in answers:
         cached[answer.prompt] = min(answer.end.reused_tokens, cached.get(answer.prompt, answer.prompt_tokens))
@@ -218,3 +206,34 @@ def _failed(event: Failure) -> Refusal:
         return event.error
     status = 400 if isinstance(event.error, ValueError | MemoryError) else 500
     return Refusal(status, str(event.error) or type(event.error).__name__)
+
+
+def echo_of(site: Site, body: CompletionBody, prompt: int, tokens: Sequence[int]) -> Echo:
+    """Return what to put before the answers to prompt number `prompt`, whose tokens are `tokens`."""
+    text, tokenizer = body.prompts[prompt], site.model.tokenizer
+    if not isinstance(text, str):
+        text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
+    pieces = [] if body.logprobs is None else pieces_of(site, tokens, text)
+    return Echo(text, pieces, body.logprobs or 0, alone=body.limit == 0)
+
+
+def put_prompts(answers: Sequence[ChoiceState]) -> None:
+    """Put each choice's prompt before its answer, once all are complete."""
+    for answer in answers:
+        end = answer.echo.cut(answer.end)
+        answer.end = end._replace(generation=replace(end.generation, text=answer.echo.text + end.generation.text))
+        if answer.tokens is not None:
+            answer.tokens = answer.echo.tokens(end) + ([] if answer.echo.alone else answer.tokens)
+
+
+def pieces_of(site: Site, tokens: Sequence[int], text: str) -> list[str]:
+    """Cut a prompt's text into the pieces that its tokens add; a leading token that the encoder added gets ""."""
+    if site.model.tokenizer is None:
+        return [""] * len(tokens)
+    decoder = site.model.tokenizer.stream(skip_special=False)
+    pieces = [decoder.push(token) for token in tokens]
+    pieces[-1] += decoder.finish()
+    added = len("".join(pieces)) - len(text)
+    for index, piece in enumerate(pieces):
+        pieces[index], added = piece[max(added, 0) :], added - len(piece)
+    return pieces

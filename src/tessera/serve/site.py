@@ -29,12 +29,9 @@ class Site:
     """The model that the routes serve, and the service that runs it.
 
     Attributes:
-        model: model with its tokenizer.
         name: the model's name in the API.
-        service: thread that runs the engine.
         context: maximum tokens of one request, prompt and answer together.
         grammars: compiler of grammars for JSON answers; None if the model has no tokenizer or no end-of-sequence token.
-        bodies: parser of request bodies.
         encoding: the only thread that encodes text, because the tokenizer is not thread-safe.
         compiling: the only thread that compiles grammars.
         mail: carries events from the service's thread to the event loop.
@@ -64,7 +61,6 @@ def check_model(site: Site, name: str | None) -> None:
 
 
 def tokenizer_of(site: Site) -> Tokenizer:
-    """Return the model's tokenizer; raise Refusal if it has none."""
     if site.model.tokenizer is None:
         raise Refusal(400, f"{site.name} has no tokenizer: pass token ids to /v1/completions")
     return site.model.tokenizer

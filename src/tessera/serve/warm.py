@@ -44,13 +44,7 @@ BATCHES = (4, 16, 64)
 
 
 def context_that_fits(model: Model, wanted: int | None) -> int:
-    """Return the maximum number of tokens of a request.
-
-    This is `wanted` or, if that is None, the model's context, halved until its keys fit in memory.
-
-    Args:
-        model: the model to serve.
-        wanted: maximum tokens of prompt and answer together.
+    """Return the maximum number of tokens of a request: `wanted`, or the model's context, halved until its keys fit.
 
     Raises:
         ValueError: `wanted` exceeds the model's context.
@@ -75,7 +69,6 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     """Return the sizes of the engine's pages, page pool and programs.
 
     Args:
-        model: the model to serve.
         slots: number of requests that run at the same time.
         context: maximum tokens of a request, prompt and answer together.
         pages: number of pages to allocate. None allocates twice what `slots` requests of `context` tokens need, so that
@@ -110,7 +103,6 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
 
 
 def decode_batches(slots: int) -> tuple[int, ...]:
-    """Return the batch sizes of the decode programs of a server with `slots` slots, in ascending order."""
     return tuple(sorted({1, *(n for n in BATCHES if n < slots), slots}))
 
 
@@ -125,15 +117,10 @@ def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list
     """Read the files of `--pin`, whose keys are to stay in the cache, and return the token ids of each.
 
     A .json file holds the body of a chat completion: "messages" and perhaps "tools". Any other file holds plain text.
+    `unit` is the number of tokens whose keys are kept together.
 
-    Args:
-        model: the model to serve.
-        files: the files.
-        context: maximum tokens of a request.
-        unit: number of tokens whose keys are kept together.
-
-    Raises:
-        ValueError: a file has the wrong form, its text has too few or too many tokens, or the model has no tokenizer.
+    Raise ValueError if a file has the wrong form, its text has too few or too many tokens, or the model has no
+    tokenizer.
     """
     found = []
     for file in files:
@@ -177,9 +164,6 @@ def start(
     """Start a service, which refuses requests until it has compiled its programs.
 
     Args:
-        model: the model to serve.
-        context: maximum tokens of a request, prompt and answer together.
-        slots: number of requests that run at a time.
         queue: maximum number of requests that wait for a slot.
         paging: sizes of the pool of pages; None uses the result of `paging_for`.
         pins: token ids of prefixes whose keys stay in the cache, for every tenant.

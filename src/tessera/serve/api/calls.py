@@ -25,15 +25,11 @@ LONGEST = max(map(len, BY_MARK))
 
 
 def split(text: str, tools: Tools, *, start: bool = True) -> tuple[str, list[dict[str, Any]]]:
-    """Split an answer into text and tool calls; return the calls as OpenAI's API writes them.
+    """Split an answer, or the rest of it, into text and tool calls; return the calls as OpenAI's API writes them.
 
     A call that is incomplete, has no name, has arguments that are not JSON, or has none although its tool requires some
-    stays text: a tool must not run with other arguments than the model meant.
-
-    Args:
-        text: the answer, or the rest of it.
-        tools: the tools that the request offers.
-        start: whether the text is the whole answer, which may begin with a call without a mark.
+    stays text: a tool must not run with other arguments than the model meant. With `start`, the text may begin with a
+    call without a mark.
     """
     plain, calls, at, shown, tries = "", [], 0, 0, 0
     while tries < MOST_TRIES and (place := _next(text, at, start)):
@@ -95,7 +91,7 @@ def _next(text: str, at: int, start: bool) -> tuple[int, Form] | None:
 
 
 def _calls(text: str, form: Form, at: int, tools: Tools) -> tuple[list[dict[str, Any]], int] | None:
-    """Return the calls after a mark, and the index of their end; None if there are none or one is not valid."""
+    """Return the calls after a mark and where they end; None if there are none or one is not valid."""
     found = form.read(text, at, tools)
     if found is None or not all(_valid(call, tools, form.sure) for call in found.calls):
         return None
@@ -147,12 +143,8 @@ def _written(call: Call) -> dict[str, Any] | None:
     except (ValueError, TypeError, RecursionError):
         return None
     function = {"name": _utf8(call.name), "arguments": _utf8(arguments)}
-    return {"id": new_id(), "type": "function", "function": function}
-
-
-def new_id() -> str:
-    """Return a random id of ID_LENGTH letters and digits."""
-    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+    id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+    return {"id": id, "type": "function", "function": function}
 
 
 def _utf8(text: str) -> str:

@@ -28,7 +28,6 @@ class Form:
     """What an answer must follow.
 
     Attributes:
-        kind: "json" (a JSON schema), "regex", "choice" or "grammar".
         text: the schema as JSON, the regex, or a grammar in Lark's or llama.cpp's notation. Choices become a grammar.
         field: name of the request's field that holds it.
     """
@@ -44,11 +43,7 @@ class Form:
 
 
 def json_form(schema: Mapping[str, Any] | str, field: str) -> Form:
-    """Return the form of JSON that follows a schema, which may be given as JSON text.
-
-    Raises:
-        Refusal: the text is not a JSON object.
-    """
+    """Return the form of JSON that follows a schema; raise Refusal if it is text, but not of a JSON object."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     if isinstance(schema, str):
         try:
@@ -64,11 +59,7 @@ def json_form(schema: Mapping[str, Any] | str, field: str) -> Form:
 
 
 def choice_form(texts: Sequence[str], field: str) -> Form:
-    """Return the form of one of several texts.
-
-    Raises:
-        Refusal: a text holds half a character, which no answer can.
-    """
+    """Return the form of one of several texts; raise Refusal if one holds half a character, which no answer can."""
     for text in texts:
         try:
             text.encode()
@@ -143,7 +134,6 @@ class StructuredOutputs(Schema):
     json_object: bool | None = None
 
     def forms(self) -> list[Form]:
-        """Return all forms that the fields ask for."""
         given = {"json": self.json_, "json_object": self.json_object and {"type": "object"}}
         given |= {"regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         named = {f"structured_outputs.{name}": value for name, value in given.items()}
@@ -165,21 +155,8 @@ class FormFields(Schema):
     grammar: Text | None = None
 
     def form(self) -> Form | None:
-        """Return what the answer must follow; None if any text is allowed.
-
-        Raises:
-            Refusal: two fields ask for a form, or one is wrong.
-        """
-        names = (
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "json_schema",
-            "regex",
-            "ebnf",
-            "grammar",
-        )
+        """Return what the answer must follow; None allows any text. Refuse two fields that ask for a form."""
+        names = [name for name in FormFields.model_fields if name not in ("response_format", "structured_outputs")]
         found = [_form(name, value) for name in names if (value := getattr(self, name)) is not None]
         if self.structured_outputs is not None:
             found += self.structured_outputs.forms()

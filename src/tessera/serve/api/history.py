@@ -20,8 +20,8 @@ To call one, answer with {open}{{"name": NAME, "arguments": ARGUMENTS}}{close} a
 def fitted(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
     """Return the messages with calls, results, ids and null content as a template with these traits takes them.
 
-    If the template would lose the calls of a message that also has text, or takes one call per message, the message is
-    split. Results get the name of their function, and the id of their call if they have none.
+    A message is split if the template would lose its calls beside text, or takes one call per message. Results get the
+    name of their function, and the id of their call if they have none.
     """
     found: list[dict[str, Any]] = []
     waiting: list[Message] = []  # calls whose results have not come yet
@@ -100,8 +100,7 @@ def _call(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
 def parsed(arguments: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object; none, null and an empty text are an empty one.
 
-    Raises:
-        ValueError: they are not JSON, or no object.
+    Raise ValueError if they are not JSON, or no object.
     """
     found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
     if found and not isinstance(found, dict) or found in (False, 0):

@@ -65,9 +65,8 @@ TYPES = {
 def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema that means the same, in the keywords that llguidance knows.
 
-    Raises:
-        ValueError: llguidance would not follow the schema to the letter; or the values of a list of distinct values are
-            not listed, or too many.
+    Raise ValueError if llguidance would not follow the schema to the letter, or if the values of a list of distinct
+    values are not listed or too many.
     """
     check(schema)
     found = deepcopy(dict(schema))
@@ -119,7 +118,8 @@ def _list_distinct(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
         return
     others = [each for each in types if each != "array"] if isinstance(types, list) and "array" in types else None
     lists = None
-    if (types == "array" or others is not None) and not part.keys() - LISTED and _counts(least, most):
+    counts = all(isinstance(value, int) and not isinstance(value, bool) for value in (least, most))
+    if (types == "array" or others is not None) and not part.keys() - LISTED and counts:
         lists = _lists(part, schema, least, most)
     if lists is None:
         raise ValueError(
@@ -128,10 +128,6 @@ def _list_distinct(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
         )
     part.clear()
     part["anyOf" if others else "enum"] = [{"enum": lists}, {"type": others}] if others else lists
-
-
-def _counts(*values: Any) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
 def _lists(part: Mapping[str, Any], schema: Mapping[str, Any], least: int, most: int) -> list[list[Any]] | None:
@@ -220,7 +216,6 @@ def _kept(number: Any) -> bool:
 
 
 def _values(data: Any) -> Iterator[Any]:
-    """Yield all values of JSON data that are neither arrays nor objects."""
     if isinstance(data, list | dict):
         for part in data.values() if isinstance(data, dict) else data:
             yield from _values(part)

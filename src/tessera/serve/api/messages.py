@@ -29,7 +29,6 @@ class RefusalPart(Schema):
 
     @property
     def text(self) -> str:
-        """Text of the part."""
         return self.refusal
 
 
@@ -43,7 +42,6 @@ class ThinkingPart(Schema):
 
     @property
     def text(self) -> str:
-        """Text of the part."""
         return self.thinking if isinstance(self.thinking, str) else "".join(part.text for part in self.thinking)
 
 

@@ -22,17 +22,14 @@ from tessera.serve.api.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, T
 from tessera.serve.api.schema import Refusal, Schema
 from tessera.serve.api.tools import call_schema
 
-MAX_CHOICES = 8
-"""Maximum number of answers to one prompt."""
-MAX_PROMPTS = 64
-"""Maximum number of prompts in one completion request."""
+MAX_CHOICES, MAX_PROMPTS = 8, 64
+"""Maximum number of answers to one prompt, and of prompts in one completion request."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
 CHARACTERS = 128
-"""Length in characters of the longest token in common vocabularies: a run of spaces."""
+"""Characters of the longest token in common vocabularies, a run of spaces."""
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
-
 MAX_VARIABLES = 64
 """Maximum number of variables for the chat template in one request."""
 RESERVED = {"self", "messages", "tools", "add_generation_prompt", "continue_final", "parse_special", "tokenizer"}
@@ -109,7 +106,7 @@ class SamplingFields(FormFields):
     prompt_logprobs: Ranks | None = None
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the form that the answer must follow is wrong, or an option could have no effect."""
+        """Refuse a wrong form of the answer, and options that could have no effect."""
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream=true: set it, or leave both out", param="stream_options")
         if self.stream_options and self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
@@ -133,7 +130,6 @@ class SamplingFields(FormFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -148,7 +144,6 @@ class SamplingFields(FormFields):
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer starts with the prompt."""
         return False
 
     def sampling(self) -> dict[str, float]:
@@ -169,7 +164,6 @@ class CompletionBody(SamplingFields):
 
     @property
     def ranks(self) -> int | None:
-        """Number of most probable tokens to report at each position; None reports no probabilities."""
         return self.logprobs
 
     @property
@@ -193,7 +187,6 @@ class CompletionBody(SamplingFields):
         return [given] if whole else given
 
     def check(self, context: int) -> None:
-        """Raise Refusal if a prompt cannot fit in `context` tokens."""
         super().check(context)
         for prompt in self.prompts:
             _check_parts([prompt] if isinstance(prompt, str) else prompt, context, "prompt")
@@ -204,6 +197,7 @@ class Conversation(Schema):
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
@@ -212,6 +206,10 @@ class Conversation(Schema):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self._tools
+
+    @property
+    def _tools(self) -> list[dict[str, Any]]:
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     @property
@@ -223,13 +221,11 @@ class Conversation(Schema):
         """Raise Refusal if the conversation cannot fit in `context` tokens, or an option is wrong."""
         super().check(context)
         texts = [text for message in self.messages or () for text in message.texts]
-        texts += [json.dumps(tool.model_dump(exclude_none=True)) for tool in self.tools or ()]
+        texts += map(json.dumps, self._tools)
         _check_length("".join(texts), context, "messages")
         if self.continue_final_message and self.opens:
-            said = (
-                "continue_final_message and add_generation_prompt cannot both be true: the first goes on with the last"
-            )
-            raise Refusal(400, f"{said} message, the second begins a new one", param="continue_final_message")
+            said = "continue_final_message and add_generation_prompt cannot both be true: the first goes on with the "
+            raise Refusal(400, f"{said}last message, the second begins a new one", param="continue_final_message")
         if wrong := RESERVED & (self.chat_template_kwargs or {}).keys():
             said = f"chat_template_kwargs may not set {min(wrong)}: it has a field or is the server's; leave it out"
             raise Refusal(400, said, param="chat_template_kwargs")
@@ -240,7 +236,6 @@ class ChatBody(SamplingFields, Conversation):
 
     neutral = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,), "parse_tool_calls": (True,)}
 
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = False
@@ -252,11 +247,6 @@ class ChatBody(SamplingFields, Conversation):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """Tools that the answer may call."""
-        return [] if self.tool_choice == "none" else super().offered
 
     @property
     def forced(self) -> bool:
@@ -299,7 +289,7 @@ class TokenizeBody(Conversation):
 
     ignored = {*IGNORED, *CompletionBody.model_fields, *ChatBody.model_fields} - {
         *Conversation.model_fields,
-        *("model", "prompt", "add_special_tokens", "tool_choice"),
+        *("model", "prompt", "add_special_tokens"),
     }
     neutral = ChatBody.neutral | {"parse_special": (True,)}
     neutral = {name: values for name, values in neutral.items() if name != "add_special_tokens"}
@@ -308,17 +298,11 @@ class TokenizeBody(Conversation):
     prompt: str | None = None
     content: str | Annotated[list[Id | str], Field(fail_fast=True)] | None = None
     messages: Messages | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     parse_special: bool = True
     return_token_strs: bool = False
     with_pieces: bool = False
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """Tools that the answer may call."""
-        return [] if self.tool_choice == "none" else super().offered
 
     @property
     def parts(self) -> list[int | str] | None:
@@ -333,7 +317,7 @@ class TokenizeBody(Conversation):
         return self.prompt is not None if given is None else given
 
     def check(self, context: int) -> None:
-        """Raise Refusal if there is not one text or conversation, or it cannot fit in `context` tokens."""
+        """Refuse a body that has not one text or conversation."""
         if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
             raise Refusal(400, "send one of prompt, content and messages", param="prompt")
         if self.messages is not None and not self.parse_special:

@@ -17,10 +17,7 @@ NOTHING = Said()
 class Reply:
     """Builder of one request's response or stream events, which all carry the same id and time.
 
-    Args:
-        model: name of the served model.
-        chat: whether the request is a chat completion.
-        spell: function that returns the bytes of a token id, for the report of token probabilities.
+    `spell` returns the bytes of a token id, for the report of token probabilities.
     """
 
     def __init__(self, model: str, chat: bool, spell: Callable[[int], bytes]):
@@ -53,15 +50,10 @@ class Reply:
         token: Token | None = None,
         offset: int = 0,
     ) -> dict[str, Any]:
-        """Build one event of a stream.
+        """Build one event of a stream: new reasoning and text, the reason why the choice ended, or both.
 
-        Args:
-            index: number of the choice.
-            new: new reasoning and text; both may be empty.
-            finish: reason why the choice ended; None if it goes on.
-            first: whether to add the role, as in the first event of a chat.
-            token: token whose probability is reported; None reports none.
-            offset: number of characters of the choice's text before the token.
+        `first` adds the role, as in the first event of a chat. `token` is one whose probability is reported, and
+        `offset` the number of characters of the choice's text before it.
         """
         delta = ({"role": "assistant"} if first else {}) | ({"content": new.text} if new.text or first else {})
         delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
@@ -70,7 +62,6 @@ class Reply:
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
     def prompt(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Build the stream's event with a prompt and the probabilities of its tokens."""
         said = {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": None}
         return self._chunk([said])
 
@@ -89,12 +80,10 @@ class Reply:
         return found
 
     def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Build the stream's event with all tool calls of an answer."""
         delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the stream's last event, which holds only the usage."""
         return self._chunk([]) | {"usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,14 +143,9 @@ def usage(
 ) -> dict[str, Any]:
     """Build the field "usage" of a response.
 
-    Args:
-        prompt_tokens: number of tokens of all prompts together.
-        generations: all answers.
-        cached_tokens: number of prompt tokens whose keys were in the cache.
-        policies: name of each answer's attention policy; a request below the plan's cross-over runs dense.
-
-    Returns:
-        OpenAI's counts, and under "tessera" the policies and the answers' mean density: keys read / keys visible.
+    `prompt_tokens` counts all prompts together, `cached_tokens` those whose keys were in the cache. `policies` names
+    each answer's attention policy: below the plan's cross-over, it is dense. "tessera" holds the policies and the
+    answers' mean density: keys read / keys visible.
     """
     new = sum(len(generation.tokens) for generation in generations)
     density = sum(generation.density for generation in generations) / max(len(generations), 1)
@@ -175,6 +159,6 @@ def usage(
 
 
 def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Build the field that `continuous_usage_stats` adds to each event of a stream: the tokens so far of its choice."""
+    """Build what `continuous_usage_stats` adds to each event of a stream: the tokens so far of its choice."""
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
     return {"usage": counts | {"total_tokens": prompt_tokens + new_tokens}}

@@ -20,10 +20,7 @@ NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "defini
 def encode(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **variables: Any
 ) -> list[int]:
-    """Return the token ids of a conversation that may offer tools; raise ValueError as `Tokenizer.encode_chat` does.
-
-    `variables` are further arguments of `Tokenizer.encode_chat`.
-    """
+    """Return the token ids of a conversation that may offer tools; `variables` go to `Tokenizer.encode_chat`."""
     return tokenizer.encode_chat(**conversation(tokenizer, messages, tools), **variables)
 
 
@@ -32,10 +29,7 @@ def conversation(
 ) -> dict[str, Any]:
     """Return the variables `messages` and, if the chat template describes tools, `tools` of a chat template.
 
-    Args:
-        tokenizer: the tokenizer with the template.
-        messages: messages as `messages.Message.plain` returns them, with calls and results in OpenAI's form.
-        tools: the tools that the conversation offers, in OpenAI's form.
+    Messages are as `messages.Message.plain` returns them, with calls, results and tools in OpenAI's form.
     """
     used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if not used and messages[0]["role"] != "system":
@@ -53,8 +47,7 @@ def conversation(
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """Return the JSON schema of a call of one of the tools, or of the tool `name`.
 
-    Raises:
-        ValueError: the parameters of a tool are not an object.
+    Raise ValueError if the parameters of a tool are not an object.
     """
     wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if len(wanted) == 1:

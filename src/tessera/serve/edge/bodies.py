@@ -18,19 +18,16 @@ logger = logging.getLogger(__name__)
 
 SMALL = 32 << 10
 """Maximum bytes of a body that the server parses without the worker."""
-CHECK_S, WAIT_S = 5.0, 10.0
-"""Maximum seconds of processor time for the worker to check a body, which is the body's fault if they are exceeded, and
-maximum seconds to wait for it, which on a busy machine are not. Most bodies take milliseconds."""
+CHECK_S = 5.0
+"""Maximum seconds of processor time for the worker to check a body. Most bodies take milliseconds."""
+WAIT_S = 10.0
+"""Maximum seconds to wait for the worker. A busy machine may exceed them, so the body is not to blame."""
 READY_S = 60.0
 """Maximum seconds until the worker process is ready. The server starts it before the engine."""
 
 
 class Bodies:
-    """Parser of the bodies of one server.
-
-    Args:
-        context: maximum tokens of one request; None accepts prompts of any length (see `parsing.parse`).
-    """
+    """Parser of the bodies of one server, whose requests have at most `context` tokens (see `parsing.parse`)."""
 
     def __init__(self, context: int | None = None):
         self.context = context
@@ -40,10 +37,8 @@ class Bodies:
         weakref.finalize(self, self._worker.close)
 
     def start(self) -> None:
-        """Start the worker process, so that the first large body need not wait for it.
-
-        If it does not start, say so in the log; the next large body tries again.
-        """
+        """Start the worker process, so that the first large body need not wait. If it fails, the next large body tries
+        again."""
         try:
             self._worker.start()
         except (Ended, OSError) as error:
@@ -57,7 +52,6 @@ class Bodies:
         return parse(schema, raw, self.context)
 
     async def parse[Body: Schema](self, tenant: str, schema: type[Body], raw: bytes) -> Body:
-        """Parse a tenant's body; raise Refusal if it is wrong."""
         if len(raw) > SMALL:
             await self._turns.run(tenant, self._check, schema, raw)
         return parse(schema, raw, self.context)

@@ -34,7 +34,6 @@ def main() -> int:
 
 
 def checked(schema: str, raw: bytes, context: int | None) -> dict[str, object]:
-    """Parse a body; return {} if it is right, or else the status, message and param of its refusal."""
     try:
         parse(getattr(protocol, schema), raw, context)
     except protocol.Refusal as refusal:

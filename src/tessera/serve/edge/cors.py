@@ -25,11 +25,8 @@ AGE_S = 600
 
 
 def origins(given: Iterable[str]) -> tuple[str, ...]:
-    """Return the origins that `--cors` names, in the form in which browsers send them.
-
-    Raises:
-        ValueError: one is neither an origin nor "*".
-    """
+    """Return the origins that `--cors` names, as browsers send them; raise ValueError if one is neither an origin nor
+    "*"."""
     return tuple(_sent(each.strip().rstrip("/").lower()) for each in given)
 
 

@@ -49,7 +49,7 @@ class Front:
         app: application that gets the accepted requests.
         keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
             must name this machine.
-        origins: origins of other machines' pages that need not be of this machine (see `cors.origins`).
+        origins: other origins that may be in the header Origin (see `cors.origins`).
         own: another accepted key, that of the front of several replicas; its tenant is "" at each start. "" means none.
     """
 
@@ -160,11 +160,9 @@ def tenant_of(key: str) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body.
+    """Yield the pieces of a body; refuse one that is too large or arrives too slowly.
 
-    Raises:
-        Refusal: the body is too large or arrives too slowly.
-        ConnectionError: the client disconnected before the body was complete.
+    Raise ConnectionError if the client disconnects before the body is complete.
     """
     too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")

@@ -8,8 +8,8 @@ from tessera.serve.api.fields import refusal_of
 from tessera.serve.api.schema import Refusal, Schema
 
 MAX_VALUES, MAX_FIELDS = 300_000, 50_000
-"""Maximum number of commas and of opening brackets in a request's body, including those inside texts (of commas, twice
-the context if that is more); and maximum number of fields of all its objects. Parsing them takes about 0.1 s."""
+"""Maximum number of commas and of opening brackets in a body, also inside texts, and of fields of all its objects. A
+long context allows more commas: twice its tokens. Parsing so many takes about 0.1 s."""
 MAX_ERRORS = 1000
 """Maximum number of validation errors from which `parse` picks one to report. Reading a million takes seconds."""
 
@@ -20,15 +20,9 @@ NAME = 80
 
 
 def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = None) -> Body:
-    """Parse a request's body.
+    """Parse a request's body, for requests of at most `context` tokens; None accepts prompts of any length.
 
-    Args:
-        schema: what the body must be.
-        raw: the body.
-        context: maximum tokens of one request; None accepts prompts of any length.
-
-    Raises:
-        Refusal: the body is too large or wrong. The message names a wrong field, its value and what the value must be.
+    Raise Refusal if the body is too large or wrong. The message names a wrong field, its value and what it must be.
     """
     if raw.count(b",") > (limit := max(MAX_VALUES, 2 * (context or 0))):
         raise Refusal(413, f"the body has over {limit:,} commas: send fewer prompts, or text instead of token ids")

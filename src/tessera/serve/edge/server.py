@@ -37,16 +37,18 @@ PIECE = 2048
 """Number of bytes to parse at a time, except in a body with Content-Length. A chunk with one byte of body is six bytes
 long and takes long to parse, while other requests wait."""
 CHUNK = re.compile(rb"\r\n[0-9A-Fa-f]+(;[^\r\n]*)?\r\n")
-"""Start of a chunk after another chunk."""
+"""Header of a chunk that follows another chunk."""
 TINY, TINY_S = 32, 0.05
 """If chunks have fewer than `TINY` bytes on average, the server parses one such piece every `TINY_S` seconds."""
 AHEAD = 1 << 16
-"""Maximum bytes that a connection may send ahead of the answer to its request. While the server reads them, it also
-notices that the client closes the connection."""
+"""Maximum bytes that a connection may send ahead of the answer to its request. Reading them shows when a client closes
+the connection."""
 MAX_CONNECTIONS = 1000
 """Maximum number of connections. Beyond it, the connection that has waited longest for a request is closed."""
-ACCEPTED, UNACCEPTED = 32, 2048
-"""Maximum number of connections that are accepted at a time, while other requests wait, and that wait for it."""
+ACCEPTED = 32
+"""Maximum number of connections to accept at a time. Meanwhile, other requests wait."""
+UNACCEPTED = 2048
+"""Maximum number of connections that wait to be accepted."""
 DRAIN_S = 30.0
 """Maximum seconds for which the server waits for open requests after SIGTERM."""
 
@@ -83,7 +85,6 @@ class Flow(FlowControl):
         self._resumed = resumed
 
     def resume_reading(self) -> None:
-        """Read again, if reading was paused."""
         paused = self.read_paused
         super().resume_reading()
         if paused:
@@ -102,7 +103,6 @@ class Deadlines(H11Protocol):
     idle: ClassVar[dict["Deadlines", None]] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the deadline for the first request's headers."""
         super().connection_made(transport)
         self.flow = Flow(transport, self._parse_soon)
         self._rest = bytearray()  # received, but not parsed
@@ -161,7 +161,6 @@ class Deadlines(H11Protocol):
             self._soon = asyncio.get_running_loop().call_later(delay_s, self._parse)
 
     def handle_events(self) -> None:
-        """Process the received bytes; cancel the deadline for headers once the headers are complete."""
         super().handle_events()
         if self._answering() and len(self._rest) <= AHEAD:  # uvicorn stops reading where the next request begins
             self.flow.resume_reading()
@@ -183,23 +182,20 @@ class Deadlines(H11Protocol):
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Start the deadline for the headers of the connection's next request."""
         self._await_headers()
         super().on_response_complete()
         self._parse_soon()
 
     def pause_writing(self) -> None:
-        """Start the deadline for reading the answer, because the connection's send buffer is full."""
+        """Start the deadline for reading the answer: the connection's send buffer is full."""
         super().pause_writing()
         self._stalled = asyncio.get_running_loop().call_later(WRITE_S, self._cut)
 
     def resume_writing(self) -> None:
-        """Cancel the deadline for reading, because the client has read most of the send buffer."""
         super().resume_writing()
         self._stalled.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Cancel both deadlines, because the connection is closed."""
         self._deadline.cancel()
         self.idle.pop(self, None)
         if self._stalled is not None:
@@ -207,7 +203,6 @@ class Deadlines(H11Protocol):
         super().connection_lost(error)
 
     def _answering(self) -> bool:
-        """Return whether a whole request has come and its answer is not complete."""
         return self.conn.their_state is h11.DONE
 
     def _in_body(self) -> bool:
@@ -262,7 +257,6 @@ class Server(uvicorn.Server):
             each.listen(UNACCEPTED)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must stop, because uvicorn says so or the service can no longer answer."""
         return await super().on_tick(counter) or not self.service.alive
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

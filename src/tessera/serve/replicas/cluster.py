@@ -48,13 +48,14 @@ GIVE_TOKEN = (
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""
-END_S, WRITE_S = 10.0, 120.0
-"""Maximum seconds for a replica that is stopped to end its step, and to write its pages too: 8 GB at 80 MB/s, and some
-more."""
+END_S = 10.0
+"""Maximum seconds for a replica that is stopped to end its step."""
+WRITE_S = 120.0
+"""Maximum seconds for it to write its pages too: 8 GB at 80 MB/s take 100 s."""
 LOOK_S = 0.5
-"""Seconds between two looks at whether to go on waiting for replicas that end."""
+"""Seconds between checks whether to go on waiting for replicas that end."""
 NODES_S = 5.0
-"""Seconds between two looks at the cluster's machines, while a replica waits for its process."""
+"""Seconds between checks of the cluster's machines, while a replica waits for its process."""
 OWN_FILES = 100
 """File descriptors that the front keeps for Ray, for logs and for health checks."""
 CHIPS = ("GPU", "TPU")
@@ -68,13 +69,10 @@ class Actor:
         """Do nothing. A call that returns shows that this process and the front accept each other's token."""
 
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
-        """Load a model, serve it from a thread, and return the server's URL.
+        """Load a model, serve it from a thread on a free port, and return the server's URL.
 
-        Args:
-            build: function that takes the clients' API keys, loads the model and starts the engine's thread.
-            keys: API keys of clients, one per tenant; if there are none, all requests have the tenant "".
-            own: API key that the front uses.
-            host: address to listen on, with a free port; "" means this machine's address in the cluster.
+        `build` gets the clients' API keys; `own` is the front's key. `host` "" means this machine's address in the
+        cluster.
 
         Raises:
             ValueError, MemoryError, OSError: the model cannot be served.
@@ -99,7 +97,7 @@ class Actor:
 
 
 class Cluster:
-    """The `replicas.Launcher` that uses Ray.
+    """The `supervisor.Launcher` that uses Ray.
 
     Args:
         build: function that takes the API keys, loads the model and starts the engine's thread. It runs in each
@@ -129,7 +127,6 @@ class Cluster:
         self._nodes: dict[int, str | None] = {}
 
     async def start(self, index: int) -> str:
-        """Start replica `index`, load its model and return its server's URL."""
         from ray.exceptions import RayError, RayTaskError
 
         try:
@@ -167,25 +164,20 @@ class Cluster:
         return url
 
     async def _reach(self, actor: Any) -> None:
-        """Wait until a replica's process answers, which takes long if no chips are free; raise Ended as `_machines`."""
+        """Wait until a replica's process answers, which takes long if no chips are free."""
         answer = asyncio.ensure_future(actor.reached.remote())
         while not (await asyncio.wait([answer], timeout=NODES_S))[0]:
             await self._machines()
         answer.result()
 
     async def _machines(self) -> list[Mapping[str, Any]]:
-        """Return the machines of the cluster.
-
-        Raises:
-            Ended: all are lost, so that Ray would wait indefinitely for a new one.
-        """
+        """Return the cluster's machines; raise Ended if all are lost: Ray would wait indefinitely for a new one."""
         nodes = await asyncio.to_thread(self._ray.nodes)
         if not any(node["Alive"] for node in nodes):
             raise Ended("Ray has lost all machines: no replica can be started")
         return nodes
 
     async def stop(self, index: int, *, lost: bool) -> None:
-        """End the process of replica `index`, if it has one. If it is not `lost`, let it write its pages first."""
         self._nodes.pop(index, None)
         if lost:
             self._serving.discard(index)
@@ -193,7 +185,6 @@ class Cluster:
             await asyncio.to_thread(self._end, {index: actor})
 
     def close(self) -> None:
-        """End all processes of replicas; let them write their pages first."""
         actors = dict(self._actors)
         self._actors.clear()
         self._end(actors)
@@ -226,8 +217,7 @@ class Cluster:
 def join() -> str:
     """Join the cluster that RAY_ADDRESS names; if it is not set, empty or "local", start Ray on this machine.
 
-    Returns:
-        the address on which replicas listen; "" if each listens on the address of the machine that runs it.
+    Return the address on which replicas listen; "" if each listens on the address of the machine that runs it.
 
     Raises:
         ValueError: RAY_AUTH_MODE is neither "token" nor "disabled".
@@ -267,15 +257,9 @@ def join() -> str:
 
 
 def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
-    """Return the Ray options that give a replica its chips; {} if no machine has an accelerator.
+    """Return the Ray options that give a replica its chips, all in one machine; {} if no machine has an accelerator.
 
-    Args:
-        nodes: the machines, as `ray.nodes` lists them.
-        count: number of replicas.
-        chips: chips per replica, all in one machine.
-
-    Raises:
-        ValueError: the machines have too few chips.
+    `nodes` are the machines, as `ray.nodes` lists them. Raise ValueError if they have too few chips.
     """
     present = [node["Resources"] for node in nodes if node["Alive"]]
     kind = next((kind for kind in CHIPS if any(resources.get(kind) for resources in present)), None)
@@ -303,8 +287,7 @@ def node_of(taken: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> str | N
 def clients(files: int) -> int:
     """Return the maximum number of connections of clients; a request needs a second one, to its replica.
 
-    Args:
-        files: maximum number of file descriptors of this process; `RLIM_INFINITY` if there is no limit.
+    `files` is the maximum number of file descriptors of this process, or `RLIM_INFINITY`.
     """
     if files == resource.RLIM_INFINITY:
         return server.MAX_CONNECTIONS

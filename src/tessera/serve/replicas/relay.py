@@ -17,6 +17,7 @@ from tessera.serve.api.schema import Refusal
 from tessera.serve.edge.bodies import Bodies
 from tessera.serve.edge.front import TENANT, Message, Receive, Send
 from tessera.serve.edge.turns import Turns
+from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.replicas.routing import choose, first_page
 from tessera.serve.replicas.supervisor import Lost, Replica, Replicas, full
 from tessera.serve.site import refusal_response
@@ -36,7 +37,6 @@ class Relay:
     """ASGI application in front of replicas.
 
     Args:
-        replicas: the replicas.
         tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
         margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
         context: maximum tokens of one request; None if only the replicas know it.
@@ -73,24 +73,20 @@ class Relay:
             watching.cancel()
 
     async def _respond(self, scope: Message, body: bytes, send: Send) -> None:
-        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(scope["path"])
-        own = own if scope["method"] == "GET" else None  # a replica refuses other methods
+        own = scope["method"] == "GET" and scope["path"] in ("/health", "/ready", "/metrics")
         try:
-            response = await (self._forward(scope, body, send) if own is None else own())
+            response = await (self._own(scope["path"]) if own else self._forward(scope, body, send))
         except Refusal as refusal:
             response = refusal_response(refusal)
         if response is not None:
             await response(scope, None, send)
 
-    async def _health(self) -> Response:
-        return Response(status_code=200 if self.replicas.alive else 500)
-
-    async def _ready(self) -> Response:
+    async def _own(self, path: str) -> Response:
+        if path == "/metrics":
+            return Response(await self.replicas.metrics(), media_type=METRICS_TYPE)
+        if path == "/health":
+            return Response(status_code=200 if self.replicas.alive else 500)
         return Response(status_code=200 if self.replicas.ready and not self.replicas.draining else 503)
-
-    async def _metrics(self) -> Response:
-        text = await self.replicas.metrics()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Message, body: bytes, send: Send) -> Response | None:
         """Ask one replica after another until one has room. Return its answer, or None if the answer was streamed."""
@@ -133,9 +129,7 @@ class Relay:
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
         """Send a request to a replica. Return the whole answer, or stream it to the client and return None.
 
-        Raises:
-            Lost: the replica was lost before the client got a byte.
-            Refusal: the request has no valid address; or this machine has too many connections.
+        Raise Lost if the replica was lost before the client got a byte.
         """
         begun, url = False, _url(replica, scope)
         asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
@@ -166,9 +160,8 @@ class Relay:
 def _url(replica: Replica, scope: Message) -> httpx2.URL:
     """Return the address of a request at a replica.
 
-    Raises:
-        Refusal: the client would send another request than the front got: one has no path, like CONNECT, or an invalid
-            query, or dots in its path, or a method in small letters.
+    Refuse a request that the client would send otherwise than the front got it: one without a path, like CONNECT, or
+    with an invalid query, dots in its path, or a method in small letters.
     """
     query, unknown = scope["query_string"], f"no route {scope['method']} {scope['path']:.200}: see /docs"
     if scope["method"] != scope["method"].upper():

@@ -52,12 +52,10 @@ def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, ten
 
 
 def choose[R: Choice](key: bytes | None, replicas: Sequence[R], margin: int) -> R:
-    """Return the replica for a request.
+    """Return the replica for a request, out of those that are ready.
 
-    Args:
-        key: the request's routing key; with None, no replica is preferred.
-        replicas: replicas that are ready; at least one.
-        margin: number of open requests by which the preferred replica may exceed the fallback.
+    With `key` None, no replica is preferred. `margin` is the number of open requests by which the preferred replica
+    may exceed the fallback.
     """
     others = random.sample(replicas, min(2, len(replicas)))
     idle = min(others, key=lambda replica: replica.open)

@@ -33,13 +33,11 @@ class Totals:
         self._ended = merged([self._ended, counted(metrics)])
 
     def text(self, metrics: Iterable[Sequence[Metric]], *, ready: int, lost: int, retried: int) -> bytes:
-        """Return the merged metrics, with `ready`, `lost` and `retried`, in Prometheus' text format.
+        """Return the merged metrics in Prometheus' text format.
 
-        Args:
-            metrics: the latest metrics of each process that has not ended.
-            ready: number of replicas that accept requests.
-            lost: number of times that a replica crashed or stopped answering.
-            retried: number of requests that were sent to another replica because the first was lost or restarted.
+        `metrics` are the latest ones of each process that has not ended. `ready` counts the replicas that accept
+        requests, `lost` their crashes, and `retried` the requests that another replica got because the first was lost
+        or restarted.
         """
         found = merged([self._ended, *metrics])
         # Two answers of a replica may arrive in the wrong order, and the order of its terms changes a sum of floats.
@@ -68,12 +66,10 @@ class _Families:
 
 
 def parsed(text: str) -> list[Metric]:
-    """Return the metrics of one process from Prometheus' text format."""
     return [family for family in text_string_to_metric_families(text) if not family.name.endswith(CREATED)]
 
 
 def counted(metrics: Iterable[Metric]) -> list[Metric]:
-    """Return the counters and histograms among the metrics."""
     return [family for family in metrics if family.type in COUNTED]
 
 

@@ -72,27 +72,10 @@ class Ended(Exception):
     """The launcher cannot start processes any more. The server ends, for a supervisor to start it again."""
 
 
-class Replica:
-    """A replica, which outlives its process: a new process replaces one that is lost or retired.
+class Counting:
+    """What counts its open requests."""
 
-    Attributes:
-        index: number of the replica, from 0.
-        url: address of its server; "" while it has none.
-        ready: whether it takes requests.
-        open: number of requests that it has not answered.
-        starts: number of times that the replica has become ready.
-        retired: number of times that the replica has been stopped in order to restart it.
-        rolls: number of calls of `Replicas.roll` before its process was started.
-        metrics: the last metrics that its process has reported.
-        retiring: event that is set while the replica is to be restarted once the open requests have ended.
-    """
-
-    def __init__(self, index: int):
-        self.index, self.url, self.ready = index, "", False
-        self.open = self.starts = self.retired = self.rolls = 0
-        self.metrics: list[Metric] = []
-        self.retiring = asyncio.Event()
-        self._limits: set[asyncio.Timeout] = set()
+    open = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -102,6 +85,27 @@ class Replica:
             yield
         finally:
             self.open -= 1
+
+
+class Replica(Counting):
+    """A replica, which outlives its process: a new process replaces one that is lost or retired.
+
+    Attributes:
+        url: address of its server; "" while it has none.
+        ready: whether it takes requests.
+        open: number of requests that it has not answered.
+        starts, retired: number of times that it has become ready, and that it has been stopped to restart it.
+        rolls: number of calls of `Replicas.roll` before its process was started.
+        metrics: the last metrics that its process has reported.
+        retiring: event that is set while the replica is to be restarted once the open requests have ended.
+    """
+
+    def __init__(self, index: int):
+        self.index, self.url, self.ready = index, "", False
+        self.starts = self.retired = self.rolls = 0
+        self.metrics: list[Metric] = []
+        self.retiring = asyncio.Event()
+        self._limits: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
@@ -129,12 +133,8 @@ class Replica:
                 limit.reschedule(0)
 
 
-class Replicas:
+class Replicas(Counting):
     """N replicas behind one front: the `server.Work` of the front's server.
-
-    Args:
-        launcher: starts and ends the replicas' processes.
-        count: number of replicas.
 
     Attributes:
         all: the replicas.
@@ -146,7 +146,7 @@ class Replicas:
 
     def __init__(self, launcher: Launcher, count: int):
         self.launcher, self.all = launcher, [Replica(index) for index in range(count)]
-        self.open = self.retried = self.lost = self.rolls = 0
+        self.retried = self.lost = self.rolls = 0
         self.draining = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=HEADER_S / 2)
         self.client = httpx2.AsyncClient(
@@ -166,20 +166,9 @@ class Replicas:
 
     @property
     def ready(self) -> list[Replica]:
-        """Replicas that accept requests."""
         return [replica for replica in self.all if replica.ready]
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a request as open."""
-        self.open += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
-
     def begin(self) -> None:
-        """Start the replicas, in the running event loop."""
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.all]
 
     async def end(self) -> None:
@@ -193,11 +182,9 @@ class Replicas:
                 raise error
 
     def drain(self) -> None:
-        """Refuse new requests; open ones continue."""
         self.draining = True
 
     def stop(self) -> None:
-        """End all processes; open requests end with an error."""
         self.draining = True
         self.launcher.close()
 
@@ -251,10 +238,7 @@ class Replicas:
         replica.url, replica.metrics = "", []
 
     async def _keep(self, replica: Replica) -> None:
-        """Run one replica's cycle until the task is cancelled or the server stops.
-
-        If the first start fails or the launcher has ended, raise that error.
-        """
+        """Run one replica's cycle. If the first start fails or the launcher has ended, raise that error."""
         pause = PAUSES_S[0]
         while True:
             replica.retiring.clear()
@@ -293,8 +277,7 @@ class Replicas:
     async def _retired(self, replica: Replica) -> None:
         """Watch a replica until it is asked to retire; then wait for its open requests, at most `DRAIN_S` seconds.
 
-        Raises:
-            Lost: the replica ended or stopped answering before it was asked to retire.
+        Raise Lost if it ends or stops answering before that.
         """
         misses = 0
         while not replica.retiring.is_set():
