@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,19 +17,15 @@ from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.models.weights import init_params
 from tessera.sparse.plan import Plan
 
-CONFIG = ModelConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=512,
-    tie_embeddings=True,
-    eos_ids=(257,),
-    bos_id=256,
-)
+
+def config(**changes: Any) -> ModelConfig:
+    """Return the config of a tiny llama with these changes."""
+    sizes = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_layers=3, max_positions=512)
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=16)
+    return ModelConfig(**sizes | heads | changes)
+
+
+CONFIG = config(tie_embeddings=True, eos_ids=(257,), bos_id=256)
 PLAN = Plan(
     model="",
     num_layers=3,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from rich.console import Console
 from tiny import optimized, random_params
 
@@ -16,7 +17,6 @@ from lab.demo import findings, pictures, reading, reading_report, run
 from tessera import generate
 from tessera.generate import load
 from tessera.measure import evidence
-from tessera.models.config import ModelConfig
 from tessera.models.files import fetch
 from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.files.source import open_source
@@ -26,17 +26,7 @@ from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
-CONFIG = ModelConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=4096,
-    tie_embeddings=True,
-)
+CONFIG = tiny.config(intermediate_size=64, num_layers=2, max_positions=4096, tie_embeddings=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

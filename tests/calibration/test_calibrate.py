@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
 from tessera.calibration.calibrate import calibrate
@@ -29,10 +30,7 @@ from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
-CONFIG = ModelConfig(
-    vocab_size=264, hidden_size=32, intermediate_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8,
-    max_positions=512,
-)  # fmt: skip
+CONFIG = tiny.config(intermediate_size=32, num_layers=6, head_dim=8)
 GROUPS = ((0, 1), (2, 3, 4), (5,))
 QUIET = Report(shown=False)
 
@@ -273,7 +271,7 @@ def test_perplexity_is_that_of_the_logits(model, rows):
 def test_the_recorder_streams(model):
     """No array of the recorder's program has T x S elements, for T = 2,048 and S = 8,192."""
     rows, keys = 2048, 8192
-    shape = ModelConfig(**{**CONFIG.__dict__, "max_positions": keys})
+    shape = replace(CONFIG, max_positions=keys)
     cache = jax.eval_shape(lambda: init_cache(shape, 1, keys, dtype=jnp.float32, stacked=True))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((1, rows), jnp.int32)

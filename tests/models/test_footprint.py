@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 from tessera.models.cache import init_cache
 from tessera.models.catalogue import MODELS
-from tessera.models.config import ModelConfig
 from tessera.models.footprint import (
     Load,
     Types,
@@ -20,16 +20,7 @@ from tessera.models.footprint import (
 )
 from tessera.models.weights import init_params, num_parameters
 
-TINY = ModelConfig(
-    vocab_size=264,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=256,
-)
+TINY = tiny.config(hidden_size=64, intermediate_size=96, max_positions=256)
 FLOAT32 = Types(weights="float32", cache="float32", dtype="float32")
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,

@@ -1,6 +1,7 @@
 """The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from beartype import beartype
 from jaxtyping import jaxtyped
 from tiny import random_params
@@ -16,7 +18,7 @@ from tessera.attention.contract import Positions
 from tessera.models import cache as cache_module
 from tessera.models import decoder, layers
 from tessera.models.cache import Cache, append, init_cache
-from tessera.models.config import ModelConfig, Rope
+from tessera.models.config import Rope
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import linear, matmul, rms_norm, rope_tables, rotate, rotate_by_halves, rotate_by_product
 from tessera.models.thin import thin
@@ -24,15 +26,11 @@ from tessera.models.weights import init_params, num_parameters
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 
-CONFIG = ModelConfig(
+CONFIG = tiny.config(
     family="qwen3",
     vocab_size=96,
-    hidden_size=32,
     intermediate_size=64,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
     max_positions=128,
     rope=Rope(kind="yarn", factor=4.0, original_max_positions=32),
     attention_bias=True,
@@ -333,7 +331,7 @@ def test_annotations_would_fail_on_a_wrong_shape():
 
 
 def test_config_counts_its_parameters():
-    for config in (CONFIG, ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True, "mlp_bias": True})):
+    for config in (CONFIG, replace(CONFIG, tie_embeddings=True, mlp_bias=True)):
         leaves = jax.tree.leaves(jax.eval_shape(partial(init_params, config), jax.random.key(0)))
         assert num_parameters(config) == sum(leaf.size for leaf in leaves)
 

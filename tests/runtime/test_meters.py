@@ -5,21 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 from tessera.cli import stats
 from tessera.generate import Model
 from tessera.measure.timing import Ceilings
-from tessera.models.config import ModelConfig
 from tessera.models.weights import init_params
 from tessera.runtime import meters
 from tessera.runtime.answers import Generation
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.baselines import Dense, Window
 
-CONFIG = ModelConfig(
-    vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2,
-    max_positions=64, tie_embeddings=False,
-)  # fmt: skip
+CONFIG = tiny.config(vocab_size=100, hidden_size=8, intermediate_size=16, head_dim=2, max_positions=64)
 MATRICES = 3 * (8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16)
 """Elements of q, k and v, o, and the MLP's three, in three layers: 3 * 576 = 1,728."""
 LOGITS = 100 * 8

@@ -5,18 +5,15 @@ import os
 from dataclasses import replace
 
 import pytest
+import tiny
 from tiny import PROMISE
 
-from tessera.models.config import ModelConfig
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import SCHEMA, Plan
 from tessera.sparse.policies import POLICIES, policy_for
 
-CONFIG = ModelConfig(
-    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4,
-    max_positions=256,
-)  # fmt: skip
+CONFIG = tiny.config(vocab_size=8, hidden_size=8, intermediate_size=8, head_dim=4, max_positions=256)
 PLAN = Plan(
     model="abc", num_layers=3, num_kv_heads=2, anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 1)), tile=16,
     crossover_tokens=100, provenance={"corpus": "x"}, metrics={"recall": [1.0, 1.0, 0.9]},

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from tiny import random_params
 
 from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, call_shapes
 from tessera.models.cache import init_cache, quantise
-from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
 from tessera.sparse.baselines import Dense, Oracle, Window
@@ -20,10 +20,7 @@ from tessera.sparse.contract import Reads
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.reads import count_read, count_visible
 
-CONFIG = ModelConfig(
-    vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
-    max_positions=512,
-)  # fmt: skip
+CONFIG = tiny.config(vocab_size=32, intermediate_size=32, num_layers=4, head_dim=8)
 KASCADE = Kascade(
     anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 0), (1, 1)), tile=16, query_tile=8, fraction=0.1, minimum=32
 )

@@ -46,7 +46,6 @@ class Number:
     scale_bytes: int = 0
 
     def size(self, elements: int, scales: int) -> int:
-        """Return the bytes of `elements` numbers with `scales` scales in total."""
         return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
 
 
@@ -71,7 +70,6 @@ class Division:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.heads * self.context
 
     def __str__(self) -> str:
@@ -123,7 +121,6 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
         return self.attention + self.mlp + self.vocabulary + self.vectors
 
     @property
@@ -133,7 +130,6 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
@@ -161,7 +157,6 @@ class Types:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one activation."""
         return FLOATS[self.dtype].bits // 8
 
 
@@ -224,7 +219,6 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Divis
 
 
 def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
-    """Return the bytes on one device of a weight that is outside the layers."""
     return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 

@@ -167,7 +167,6 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int 
 
 
 def _integers(x: Array, w: Array) -> Array:
-    """Return x W^T in int32, for x and W of int8."""
     if traced_head_parts() > 1 or _num_rows(x) > 2 * FEW_ROWS:
         return _transposed(x, w, jnp.int32)
     return thin(x.reshape(-1, x.shape[-1]), w, jnp.int32).reshape(*x.shape[:-1], -1)

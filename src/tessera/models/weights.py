@@ -86,7 +86,6 @@ OUTER = (EMBED, FINAL_NORM, HEAD)
 
 
 def sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Return the size of each logical axis."""
     return {
         "vocab": config.vocab_size,
         "model": config.hidden_size,
@@ -104,17 +103,14 @@ def shape_of(weight: Weight, config: ModelConfig) -> tuple[int, ...]:
 
 
 def layer_weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Return the weights that each layer of this model has."""
     return tuple(weight for weight in LAYER if weight.needs is None or getattr(config, weight.needs))
 
 
 def outer_weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Return the weights that this model has outside its layers."""
     return OUTER[:2] if config.tie_embeddings else OUTER
 
 
 def layer_name(index: int, weight: Weight) -> str:
-    """Return Hugging Face's name of one layer's weight."""
     return f"model.layers.{index}.{weight.stored}"
 
 
@@ -176,7 +172,6 @@ def abstract_params(
 
 
 def device_bytes(params: Params) -> int:
-    """Return the number of bytes that each device of a mesh holds of these weights, which may be abstract."""
 
     def held(leaf: Array | jax.ShapeDtypeStruct) -> int:
         return num_bytes(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))

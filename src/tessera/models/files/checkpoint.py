@@ -153,7 +153,6 @@ def save_folder(
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a file of this name holds weights, a config or a tokenizer."""
     configs = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES}
     return name in configs or name.endswith((".safetensors", ".gguf"))
 

@@ -97,9 +97,6 @@ def gguf_ends(file: GgufFile) -> tuple[End, ...]:
     A token of NAMES or FILLS counts if its type says that it is not a piece of text. Names with a bar, which no text
     needs, count with every type, because some converters wrote the wrong one. llama.cpp takes all names with every
     type, and so it ends an answer of a Qwen model at the text "</s>".
-
-    Raises:
-        ValueError: an id is not an integer.
     """
     meta, named = file.metadata, {}
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
@@ -135,7 +132,6 @@ def by_name(special: Collection[str]) -> set[str]:
 
 
 def token_key(role: str) -> str:
-    """Return the key of a GGUF file's metadata that holds the id of the token with this role."""
     return f"tokenizer.ggml.{role}_token_id"
 
 
@@ -143,9 +139,6 @@ def file_token(file: GgufFile, role: str) -> int | None:
     """Return the id of a GGUF file's special token with this role; None if the file gives none that has an embedding.
 
     Converters write -1, or 2 ** 32 - 1, for a token that a model lacks.
-
-    Raises:
-        ValueError: the value is not an integer.
     """
     value = file.metadata.get(token_key(role))
     return None if value is None or not _has_row(file, token_key(role), value) else value

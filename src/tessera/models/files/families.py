@@ -15,8 +15,7 @@ from typing import Any
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import OBJECT, TEXT, TRUTH, check_fields, either, integer, items, maybe, number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
-from tessera.models.files.known_keys import COMMON_KEYS, HARMLESS_KEYS, SAME_VALUES
-from tessera.models.files.unread import changes_model
+from tessera.models.files.unread import COMMON_KEYS, HARMLESS_KEYS, SAME_VALUES, changes_model
 
 Raw = Mapping[str, Any]
 
@@ -215,11 +214,7 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
 
 
 def parse_rope(raw: Raw, max_positions: int) -> Rope:
-    """Read the rotary embedding from the key `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ValueError: the kind or a parameter is not supported; the message names it.
-    """
+    """Read the rotary embedding from the key `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     values = _rope_values(raw)
     check_fields(values, ROPE_FIELDS, "the rope parameters of config.json")
     values = dict(values)
@@ -261,11 +256,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
 
 
 def _rope_values(raw: Raw) -> Raw:
-    """Return the rope parameters, which newer configs hold per kind of layer, as in {"full_attention": {...}}.
-
-    Raises:
-        ValueError: the kinds of layers that the model has differ in their parameters.
-    """
+    """Return the rope parameters, which newer configs hold per kind of layer, as in {"full_attention": {...}}."""
     values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     by_kind = {kind: inner for kind, inner in values.items() if kind in LAYER_KINDS and isinstance(inner, Mapping)}
     if not by_kind or len(by_kind) < len(values):
@@ -297,7 +288,6 @@ def _context(raw: Raw, rope: Rope, max_positions: int) -> int:
 
 
 def token_ids(raw: Raw, key: str) -> tuple[int, ...]:
-    """Return the token ids that a key holds: one id, a list of ids, or null."""
     value = raw.get(key)
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
@@ -411,7 +401,6 @@ def _check_layer_types(raw: Raw, window: int | None) -> None:
 
 
 def _given(raw: Raw, key: str, default: Any) -> Any:
-    """Return raw[key], or the default if the key is missing or null."""
     return default if raw.get(key) is None else raw[key]
 
 

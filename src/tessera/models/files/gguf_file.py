@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from tessera.core.escapes import quoted
 from tessera.core.quant import STORED_GROUP
+from tessera.models.files.tensor_file import raw_rows
 
 MAGIC = b"GGUF"
 
@@ -103,8 +105,8 @@ class GgufTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that the tensor takes in the file."""
-        return _count(self.shape) // self.layout.values * self.layout.num_bytes
+        """Number of bytes in the file, in Python's integers: NumPy's would overflow for a hostile shape."""
+        return prod(self.shape) // self.layout.values * self.layout.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +226,12 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
             if key in metadata:
                 raise header.error(f"metadata {key!r:.80} appears twice")
             metadata[key] = header.value(key)
-        _refuse_parts(path, metadata)
+        parts = metadata.get("split.count", 1)
+        if not isinstance(parts, int) or parts not in (0, 1):
+            raise ValueError(
+                f"{path} is one of {quoted(parts)} parts of a model (split.count): join them with "
+                f"`llama-gguf-split --merge` first"
+            )
         return GgufFile(path=path, metadata=metadata, tensors=_read_tensor_table(header, num_tensors, metadata))
 
 
@@ -244,9 +251,6 @@ def read_gguf_rows(
     A vector has one column. Only the quantised blocks that hold the columns are dequantised. If llama.cpp interleaved
     the rows of each head, so that rows 2 i and 2 i + 1 rotate together, the row numbers follow Hugging Face's order, in
     which rows i and i + H / 2 rotate together; `rows` must then hold whole heads.
-
-    Raises:
-        ValueError: the file was cut short after its header was read, or a value is NaN or infinite.
     """
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
     if len(tensor.shape) == 1:  # stored as one row
@@ -264,24 +268,7 @@ def order_of_rows(count: int, heads: int) -> np.ndarray:
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def raw_rows(name: str, tensor: GgufTensor, rows: range, row_bytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Read a tensor's rows as bytes, `step` rows at a time; yield the first row's number and uint8 [rows,row_bytes].
-
-    Raises:
-        ValueError: the file was cut short after its header was read.
-    """
-    with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset + rows.start * row_bytes)
-        for start in range(rows.start, rows.stop, step):
-            count = min(step, rows.stop - start)
-            raw = np.fromfile(file, np.uint8, count * row_bytes)
-            if raw.size != count * row_bytes:
-                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
-            yield start, raw.reshape(count, row_bytes)
-
-
 def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield blocks of these rows and columns, dequantised to float32, each with its rows' numbers in the file."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]
@@ -316,9 +303,6 @@ def read_stored(
     A yielded tuple holds the row numbers, values int8 [M,n,32], scales float16 [M,n], and zero points [M,n] or None.
 
     The row numbers follow Hugging Face's order, as in `read_gguf_rows`. The columns must be whole blocks of 32 inputs.
-
-    Raises:
-        ValueError: the file was cut short, or a scale or zero point is not finite.
     """
     kind, inputs = KINDS[tensor.layout.name], tensor.shape[1]
     row_bytes = inputs // STORED_GROUP * tensor.layout.num_bytes
@@ -406,15 +390,6 @@ def layout_of(kind: int) -> Layout | None:
     return layout
 
 
-def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
-    parts = metadata.get("split.count", 1)
-    if not isinstance(parts, int) or parts not in (0, 1):
-        raise ValueError(
-            f"{path} is one of {quoted(parts)} parts of a model (split.count): join them with "
-            f"`llama-gguf-split --merge` first"
-        )
-
-
 def _type_name(kind: int) -> str:
     import gguf
 
@@ -422,11 +397,3 @@ def _type_name(kind: int) -> str:
         return gguf.GGMLQuantizationType(kind).name
     except ValueError:
         return f"{kind} (unknown)"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    """Return the product of a shape's sizes. NumPy's integers would overflow for a hostile shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count

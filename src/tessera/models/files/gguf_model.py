@@ -138,9 +138,6 @@ def gguf_config(meta: Metadata) -> ModelConfig:
     """Read the decoder's config from a GGUF file's metadata.
 
     `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` stays empty: `ends.gguf_ends` finds them.
-
-    Raises:
-        ValueError: an architecture, key or value is missing or not supported; the message names it.
     """
     file, architecture = meta.file, ARCHITECTURES[meta.architecture]
     meta.refuse_unknown()
@@ -270,9 +267,6 @@ def _llama3(meta: Metadata, stored: GgufTensor, theta: float, head_dim: int, max
     A common factor of C, low and high cancels, so low is set to 1. Two pairs in the transition band, 0 < b_i < 1,
     determine b_i as a linear function of f_i, and thereby C and high. With fewer pairs in the band, high is set to 4,
     as in Llama 3.
-
-    Raises:
-        ValueError: no such Rope has these factors.
     """
     if stored.shape != (head_dim // 2,):
         raise ValueError(f"{ROPE_FACTORS} in {stored.path} has shape {stored.shape}, not ({head_dim // 2},)")

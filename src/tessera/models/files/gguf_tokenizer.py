@@ -14,9 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from tessera.core.escapes import escaped, quoted
 from tessera.models.files.gguf_file import GgufFile
-from tessera.models.text.special_tokens import surround
 from tessera.models.text.tokenizer import DEFAULT, Tokenizer
-from tessera.models.text.tokenizer_files import choose_templates
+from tessera.models.text.tokenizer_files import choose_templates, surround
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +97,6 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
     """Build the tokenizer and chat template of a GGUF file; return None if the file has no tokenizer.
 
     Without a tokenizer, prompts must be lists of token ids.
-
-    Raises:
-        ValueError: a tokenizer, pre-tokenizer or value is not supported, or the file's lists contradict each other.
     """
     meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
@@ -149,7 +145,6 @@ class _Vocabulary:
         self.pre = self.typed("tokenizer.ggml.pre", str, "default")
 
     def typed(self, key: str, kind: type, *default: Any) -> Any:
-        """Return a key's value, checked to be of type `kind`; the default if the key is missing."""
         value = self.meta.get(key)
         if value is None and default:
             return default[0]
@@ -158,7 +153,6 @@ class _Vocabulary:
         return value
 
     def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
-        """Return the array under `key`, which must hold `count` numbers of this kind; None if the key is missing."""
         values = self.typed(key, np.ndarray, None)
         if values is not None and (len(values) != count or not np.issubdtype(values.dtype, kind)):
             raise ValueError(f"{key} has {len(values)} values of {values.dtype} for {count} tokens")
@@ -175,7 +169,6 @@ class _Vocabulary:
 
 
 def _templates(vocab: _Vocabulary) -> tuple[str | None, str | None]:
-    """Return the template for chats and the template for chats with tools, each None if there is none."""
     keys = [key for key in vocab.meta if key == TEMPLATE or key.startswith(TEMPLATE + ".")]
     return choose_templates({key.removeprefix(TEMPLATE).lstrip(".") or DEFAULT: vocab.typed(key, str) for key in keys})
 

@@ -14,9 +14,6 @@ def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -
         name: the hub's "owner/name".
         config_only: download config.json and generation_config.json alone.
         check: function that is called with the folder before the weights are downloaded; an error stops the download.
-
-    Raises:
-        ValueError: the hub has no such model or cannot be reached, or the model has no weights in safetensors.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -43,7 +40,6 @@ def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -
 
 
 def _shards(folder: Path) -> list[str]:
-    """List the files that the tensor index names; [] without an index."""
     index = folder / INDEX
     found = read_json(index).get("weight_map") if index.is_file() else None
     return sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from tessera.core.mesh import num_head_parts, sharding
 from tessera.core.quant import SAMPLE, STORED_GROUP, Form, Quantised, arrays_of, pack, round_rows
@@ -94,10 +94,7 @@ class Part:
 
     def __init__(self, box: Box, count: int, form: Form | None, packed: bool, dtype: np.dtype):
         self.box, self.form, self.packed = box, form, packed
-        size = box[1] - box[0], box[3] - box[2]
-        arrays = (
-            {"values": jax.ShapeDtypeStruct(size, dtype)} if form is None else arrays_of(*size, form, packed=packed)
-        )
+        arrays = shapes_of((box[1] - box[0], box[3] - box[2]), form, packed, dtype)
         arrays.pop("sample", None)
         self.arrays = {name: aligned_empty((count, *array.shape), array.dtype) for name, array in arrays.items()}
 
@@ -143,10 +140,6 @@ def load_weight(
         dtype: float dtype of the model.
         mesh: mesh over whose devices the weight is split; each process reads only what its devices hold. None means the
             default device.
-
-    Raises:
-        ValueError: a value that this process reads is NaN or infinite, the file ends early, or the tensors to stack
-            have different GGUF types.
     """
     form = stored_form(tensors) if kept else form
     shape = next(iter(tensors.values())).shape
@@ -156,27 +149,24 @@ def load_weight(
     how = {"form": form, "kept": kept, "packed": packed, "dtype": dtype}
     parts, samples = read_parts(read, tensors, boxes.values(), **how)
 
-    def place(held: Mapping[Any, np.ndarray], axes: tuple[str | None, ...]) -> jax.Array:
-        """Put each device's array [L,...] on the device, and return them as one array."""
+    def place(name: str, whole: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+        """Put each device's array [L,...] on the device, and return them as one array [*lead,*whole]."""
+        held = {device: samples if name == "sample" else parts[box].arrays[name] for device, box in boxes.items()}
         held = {device: array.reshape(*lead, *array.shape[1 : 1 + len(axes)]) for device, array in held.items()}
         if mesh is None:
             return jax.device_put(held[None])
         where = sharding(mesh, (*(None for _ in lead), *axes))
         arrays = [jax.device_put(array, device) for device, array in held.items()]
-        return jax.make_array_from_single_device_arrays(whole_shape(where, arrays[0].shape), where, arrays)
-
-    def placed(name: str, axes: tuple[str | None, ...]) -> jax.Array:
-        return place({device: parts[box].arrays[name] for device, box in boxes.items()}, axes)
+        return jax.make_array_from_single_device_arrays((*lead, *whole), where, arrays)
 
     if form is None:
-        return placed("values", weight.axes)
+        return place("values", shape, weight.axes)
     axes, shared = quantised_axes(weight, form), input_parts(weight, num_head_parts(mesh))
-    names = next(iter(parts.values())).arrays
+    arrays = shapes_of(shape, form, packed, dtype)
     return Quantised(
-        **{name: placed(name, axes[name]) for name in names},
-        sample=place(dict.fromkeys(boxes, samples), axes["sample"]), kind=form.kind, group=form.group,
-        rounds_rows=form.rounds_rows, stretches=shared if packed and not form.group else 1, shared=shared,
-        float_dtype=np.dtype(dtype).name,
+        **{name: place(name, array.shape, axes[name]) for name, array in arrays.items()},
+        kind=form.kind, group=form.group, rounds_rows=form.rounds_rows, shared=shared,
+        stretches=shared if packed and not form.group else 1, float_dtype=np.dtype(dtype).name,
     )  # fmt: skip
 
 
@@ -218,7 +208,6 @@ def read_parts(
 def read_blocks(
     rows: Iterator[tuple[Where, np.ndarray]], columns: range, form: Form | None, sample: Sample | None
 ) -> Iterator[Block]:
-    """Yield blocks of rows, rounded to `form` as they are read; `sample` takes its elements before they are rounded."""
     for where, values in rows:
         if form is None:
             yield Block(where, values)
@@ -256,10 +245,11 @@ def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[
     return {device: box(index) for device, index in indices.items()}
 
 
-def whole_shape(where: NamedSharding, part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an array, given its sharding `where` and the shape of one device's part."""
-    counts = (1 if axis is None else where.mesh.shape[axis] for axis in (*where.spec, *(None for _ in part)))
-    return tuple(size * count for size, count in zip(part, counts))
+def shapes_of(
+    shape: tuple[int, ...], form: Form | None, packed: bool, dtype: np.dtype
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the arrays of a weight, or of a part of it, by their names in `Quantised`; floats are "values"."""
+    return {"values": jax.ShapeDtypeStruct(shape, dtype)} if form is None else arrays_of(*shape, form, packed=packed)
 
 
 def stored_form(tensors: Mapping[str, Any]) -> Form:

@@ -200,7 +200,6 @@ class Gguf(Source):
 
     @cached_property
     def header(self) -> GgufFile:
-        """The file's header."""
         self._before = self._identities()
         return read_gguf(self.path)
 
@@ -302,9 +301,6 @@ def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Source | None]:
 
     `name` is as for `resolve`, or a key of `catalogue.MODELS`; such a model has no files. For a hub id, only
     config.json and generation_config.json are downloaded.
-
-    Raises:
-        ValueError: for the reasons given in `resolve` and `Source.config`.
     """
     if str(name) in catalogue.MODELS and not Path(name).exists():
         return catalogue.MODELS[str(name)], None

@@ -62,11 +62,7 @@ class Stored(NamedTuple):
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Return where each tensor of a folder is stored, from the files' headers, and check the files' sizes.
-
-    Raises:
-        ValueError: there are no weights, a shard is missing, or a file is not safetensors or is cut short.
-    """
+    """Return where each tensor of a folder is stored, from the files' headers, and check the files' sizes."""
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return read_header(single)
@@ -120,11 +116,7 @@ def no_weights(place: object, names: Sequence[str]) -> ValueError:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return where each tensor of one safetensors file is stored.
-
-    Raises:
-        ValueError: the file is not safetensors or is cut short.
-    """
+    """Return where each tensor of one safetensors file is stored."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -155,11 +147,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Check that a tensor has this shape, a supported dtype, and the number of bytes that follows from both.
-
-    Raises:
-        ValueError: one of them differs; the message names the tensor and the value.
-    """
+    """Check that a tensor has this shape, a supported dtype, and the number of bytes that follows from both."""
     if tensor.shape != shape:
         raise ValueError(
             f"{name} in {tensor.path} has shape {escaped(tensor.shape)}, but config.json calls for {shape}: "
@@ -198,18 +186,24 @@ def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterato
     """
     dtype, width = DTYPES[tensor.dtype], prod(tensor.shape[1:])
     bits, exponent = EXPONENTS[tensor.dtype]
-    step = max(BLOCK_BYTES // (width * dtype.itemsize), 1)
+    row_bytes = width * dtype.itemsize
+    for start, raw in raw_rows(name, tensor, rows, row_bytes, max(BLOCK_BYTES // row_bytes, 1)):
+        block = raw.view(bits)[:, columns.start : columns.stop]
+        if np.any((block & exponent) == exponent):
+            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+        yield slice(start, start + len(raw)), block.view(dtype)
+
+
+def raw_rows(name: str, tensor: Any, rows: range, row_bytes: int, step: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Read a tensor's rows as bytes, `step` rows at a time; yield the first row's number and uint8 [rows,row_bytes]."""
     with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset + rows.start * width * dtype.itemsize)
+        file.seek(tensor.offset + rows.start * row_bytes)
         for start in range(rows.start, rows.stop, step):
             count = min(step, rows.stop - start)
-            flat = np.fromfile(file, bits, count * width)  # a copy: an array must not change when the file does
-            if flat.size != count * width:
+            raw = np.fromfile(file, np.uint8, count * row_bytes)  # a copy: an array must not change when the file does
+            if raw.size != count * row_bytes:
                 raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
-            block = flat.reshape(count, width)[:, columns.start : columns.stop]
-            if np.any((block & exponent) == exponent):
-                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
-            yield slice(start, start + count), block.view(dtype)
+            yield start, raw.reshape(count, row_bytes)
 
 
 def write_file(

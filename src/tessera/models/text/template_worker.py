@@ -28,7 +28,6 @@ class Refusal(Exception):
 
 
 def main() -> int:
-    """Answer requests until standard input ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores SIGPROF passes that on
     limit_memory()
     print("ready", flush=True)
@@ -54,11 +53,7 @@ def limit_memory() -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], limit_characters: int) -> str:
-    """Render one template.
-
-    Raises:
-        Refusal: the template is invalid, fails, or writes more than `limit_characters`.
-    """
+    """Render one template; raise Refusal if it is invalid, fails, or writes more than `limit_characters`."""
     try:
         pieces, count = [], 0
         for piece in environment().from_string(template).generate(**variables):

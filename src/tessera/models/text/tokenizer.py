@@ -41,16 +41,7 @@ messages, so that the tokenizer does not recognise the names. It is removed befo
 CUT = "\ufdd1"
 """Another noncharacter: where to cut a rendered conversation whose last message is to go on."""
 
-BYTE_SPECIALS = (
-    "<|bos|>",
-    "<|eos|>",
-    "<|pad|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<|reserved0|>",
-    "<|reserved1|>",
-)
+BYTE_SPECIALS = tuple("<|bos|> <|eos|> <|pad|> <|user|> <|assistant|> <|end|> <|reserved0|> <|reserved1|>".split())
 """Special tokens of the byte tokenizer, ids 256 to 263; the last two only round the vocabulary up to 264."""
 
 BYTE_TEMPLATE = """{{ bos_token }}
@@ -92,12 +83,10 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the beginning-of-sequence token; None if there is none."""
         return self.special_id("bos_token")
 
     @property
@@ -108,11 +97,9 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """Id of the padding token; None if there is none."""
         return self.special_id("pad_token")
 
     def special_id(self, role: str) -> int | None:
-        """Return the id of the special token with this role; None if there is none."""
         token = self.specials.get(role)
         return None if token is None else self.backend.token_to_id(token)
 
@@ -381,7 +368,6 @@ def _plain_size(data: Any) -> int:
 
 
 def _holds(data: Any, names: Sequence[str]) -> bool:
-    """Return whether any string in the JSON data contains one of the names."""
     if isinstance(data, str):
         return any(name in data for name in names)
     if isinstance(data, Mapping):
@@ -390,7 +376,6 @@ def _holds(data: Any, names: Sequence[str]) -> bool:
 
 
 def _mark(data: Any, names: Sequence[str]) -> Any:
-    """Return the JSON data with MARK inserted into every occurrence of one of the names."""
     if isinstance(data, str):
         data = data.replace(MARK, "")
         for name in names:

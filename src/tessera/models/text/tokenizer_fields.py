@@ -107,7 +107,6 @@ class LibraryErrors:
 
 
 def check_tokenizer(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError if the contents of tokenizer.json break a rule in FIELDS or MODEL_FIELDS."""
     check_fields(raw, FIELDS, "tokenizer.json")
     check_fields(raw["model"], MODEL_FIELDS, "the model of tokenizer.json")
 
