@@ -13,6 +13,7 @@ import tyro
 
 from lab.simulate.command import Simulate
 from lab.studies.commands import STUDIES, Study
+from lab.training.command import Train
 from tessera.cli import command_line
 from tessera.cli.flags import MODEL, Omittable, Weights
 from tessera.core.files import check_writable
@@ -210,7 +211,15 @@ class Demo:
 
 
 COMMANDS = MappingProxyType(
-    {"bench": Bench, "eval": Eval, "report": Report, "study": Study, "simulate": Simulate, "demo": Demo}
+    {
+        "bench": Bench,
+        "eval": Eval,
+        "report": Report,
+        "study": Study,
+        "simulate": Simulate,
+        "demo": Demo,
+        "train": Train,
+    }
 )
 
 

@@ -16,11 +16,11 @@ from tessera.calibration.calibrate import calibrate
 from tessera.calibration.remeasure import measure_again
 from tessera.core.files import DEMO_MODEL, SHIPPED
 from tessera.generate import Model, load
+from tessera.measure.judge.library import library_calibration, library_corpus
 from tessera.measure.judge.texts import DOMAINS, windows_of
 from tessera.models.files.fetch import fetch
 from tessera.sparse.plan import Plan
 from tessera.sparse.promise import summary
-from tessera.train.data import library_calibration, library_corpus
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
 """Arguments of `calibrate`; `max_kl` is in nats per token. Only layer 1 of the demo model finds pass keys. With this

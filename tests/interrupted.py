@@ -28,10 +28,10 @@ from tessera.train.losses import LOG_NAME, read_losses
 COMMANDS = {
     "generate": "generate some_words --max-new-tokens 3000 --temperature 1",
     "calibrate": "calibrate --text TEXT --out plan.json --max-tokens 4096 --anchors 2 --crossover 0",
-    "train": "train --recipe tiny --out train --save-every-s 0",
+    "train": "train --text TEXT --length 32 --batch 4 --steps 20 --out train --save-every-s 0",
     "tune": "tune --workload decode_4k_gqa --candidates 3 --out tune.jsonl --table table.jsonl",
-    "bench": "bench --suite smoke --out bench.jsonl",
-    "eval": "eval --suite smoke --out eval.jsonl",
+    "bench": "bench --model MODEL --out bench.jsonl",
+    "eval": "eval --model MODEL --out eval.jsonl",
     "convert": "convert MODEL converted",
 }
 """Name -> arguments of a command on the shipped model; TEXT and MODEL are replaced by paths."""

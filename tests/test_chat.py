@@ -11,8 +11,8 @@ from tiny import CONFIG, load_stacked, save_tiny
 import tessera
 from tessera.chat import Chat
 from tessera.generate import Interrupted
+from tessera.measure.judge.library import library_corpus
 from tessera.runtime.sampling import Sampling
-from tessera.train.data import library_corpus
 
 GREEDY = Sampling()
 

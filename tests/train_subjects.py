@@ -24,7 +24,9 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 def recipe_of(folder: Path, **changes):
     """Return four steps on own text: norms of queries and keys, an untied head, weights of two layers."""
-    from tessera.train.recipes import TINY, Stage, text_recipe
+    from train_recipes import TINY
+
+    from tessera.train.recipes import Stage, text_recipe
 
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} of a text to train on, {i * i}\n" for i in range(400)))

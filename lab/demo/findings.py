@@ -18,11 +18,11 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
 from tessera.measure import timing
+from tessera.measure.judge.library import library_corpus
 from tessera.runtime import score
 from tessera.runtime.answers import Generation
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.kascade import Kascade
-from tessera.train.data import library_corpus
 
 Progress = Callable[[str], Any]
 

@@ -26,12 +26,12 @@ from tessera.generate import Model
 from tessera.measure import evidence
 from tessera.measure.evidence import How, Record, What
 from tessera.measure.judge.contenders import CONTROL, plan_policy, whole_heads, with_budget, without_choice
+from tessera.measure.judge.library import library_corpus
 from tessera.measure.judge.paired import wilson
 from tessera.runtime.sampling import GREEDY
 from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
-from tessera.train.data import library_corpus
 
 LEVEL_TAIL, DRAWS = 0.025, 4000
 

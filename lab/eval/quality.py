@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from lab.training.data import Task, passkey_task
 from tessera.calibration.calibrate import calibrate
 from tessera.generate import Model
+from tessera.measure.judge.library import library_calibration
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.plan import Plan
-from tessera.train.data import Split, Task, library_calibration, passkey_task
+from tessera.train.data import Split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tessera.train.facts import NAMES, number
+from lab.training.facts import NAMES, number
 
 MARGIN = 16
 """Tokens left free, since joined pieces of text may take more tokens than the separate pieces."""

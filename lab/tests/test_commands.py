@@ -9,6 +9,7 @@ import pytest
 
 from lab import bench, commands
 from lab.studies.commands import STUDIES
+from lab.training.recipes import RECIPES
 
 FLAGS = {
     "bench": "--suite --only --resume --out --peer-python --gate --debug".split(),
@@ -17,6 +18,9 @@ FLAGS = {
     "study": (),
     "simulate": "--machine --day-hours --minutes --out --debug".split(),
     "demo": "--out --debug".split(),
+    "train": (
+        "--recipe --out --mesh --accumulate --save-every-s --until --coordinator --processes --process --wait-s --debug"
+    ).split(),
 }
 """Command -> its flags."""
 UNSAID = re.compile(r"None|default: *\)")
@@ -67,6 +71,7 @@ def test_an_unknown_word_is_answered_with_the_nearest(typed, said, capsys):
 
 def test_choices_are_those_of_the_library():
     assert set(typing.get_args(typing.get_type_hints(commands.Bench)["suite"])) == set(bench.SUITES)
+    assert set(typing.get_args(typing.get_type_hints(commands.Train)["recipe"])) == set(RECIPES)
 
 
 @pytest.mark.parametrize("command", ["demo", "report"])
@@ -76,6 +81,28 @@ def test_a_missing_extra_is_named_before_any_work(command, monkeypatch, capsys, 
     assert commands.main([command]) == 2
     assert "pip install 'tessera-attention[report]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command", ["eval --suite smoke", "bench --suite smoke", "demo", "report", "train --recipe tiny"]
+)
+def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monkeypatch, capsys):
+    """The path lies below a file, where not even root can write."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert commands.main([*command.split(), "--out", "file/out"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "cannot be written" in line or "does not exist" in line or "is no folder" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_takes_no_default_record_is_refused_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evidence").write_text("not a folder")
+    for command in ("eval", "bench"):
+        assert commands.main([command]) == 2
+        assert "evidence/records.jsonl cannot be written (Not a directory)" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy():

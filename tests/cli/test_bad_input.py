@@ -267,8 +267,8 @@ def test_unknown_dtype():
         (["calibrate", "--text", "x", "--crossover", "-1", "--model", "MODEL"], "crossover=-1 must be at least 0"),
         (["calibrate", "--text", "x", "--max-tokens", "0", "--model", "MODEL"], "max_tokens=0 must be at least 1"),
         (["generate", "x", "--model", ""], "is not a model folder (it has no config.json)"),
-        (["train", "--out", __file__, "--recipe", "tiny"], "is a file: name a folder"),
-        (["train", "--out", "no", "--recipe", "tiny", "--until", "-3"], "until=-3 must be at least 0"),
+        (["train", "--out", __file__, "--text", __file__], "is a file: name a folder"),
+        (["train", "--out", "no", "--text", __file__, "--until", "-3"], "until=-3 must be at least 0"),
         (["train", "--out", "no", "--text", __file__, "--rate", "nan"], "rate=nan must be a positive number"),
     ],
 )

@@ -123,7 +123,7 @@ def test_ctrl_c_while_importing_is_a_sentence():
 def test_ctrl_c_inside_an_exec_has_the_same_exit_code(tmp_path):
     (tmp_path / "stopped.py").write_text(
         "import sys\nfrom tessera import __main__ as command\n"
-        "command._answer = lambda: exec('raise KeyboardInterrupt')\nsys.exit(command.run())\n"
+        "command._answer = lambda module: exec('raise KeyboardInterrupt')\nsys.exit(command.run())\n"
     )
     done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (130, b"interrupted\n")

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_three_domains_share_no_text_with_each_other_or_with_calibration():
-    from tessera.train.data import library_calibration
+    from tessera.measure.judge.library import library_calibration
 
     found = {name: get() for name, get in texts.DOMAINS.items()}
     found["calibration"] = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")

@@ -16,25 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import train_recipes
 from emitters import fast_flags
 from rich.console import Console
+from train_recipes import COPIES, COPYING, TINY
 
 from tessera.attention.contract import Positions
 from tessera.models import decoder
 from tessera.models.files.checkpoint import load_params
 from tessera.models.files.source import open_source
-from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense
-from tessera.train import data, losses, recipes
 from tessera.train import loop as train
+from tessera.train import losses
 from tessera.train.mesh import MeshShape, build
-from tessera.train.recipes import COPYING, TINY, Recipe, Stage, text_recipe
+from tessera.train.recipes import VOCAB_SIZE, Recipe, Stage, text_recipe
 from tessera.train.state import init_state
 
 QUIET = Console(file=io.StringIO())
 SHORT = replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), weight_decay=0.1, clip=0.5)
-BATCH = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
+BATCH = COPIES.batch(COPIES.read(None, None), dict(COPYING), 16, 4, 0, 0)
 start = jax.jit(init_state, static_argnums=0)
 """Compiled as one program; run eagerly, each weight's shape would compile several."""
 
@@ -136,42 +137,6 @@ def test_state_is_donated():
     assert alias >= sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
 
 
-def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
-    config = recipes.DEMO_CONFIG
-    params = start(replace(recipes.DEMO, stages=TINY.stages)).params
-    tokens = np.random.default_rng(0).integers(0, 256, (1, 200)).astype(np.int32)
-
-    @jax.jit
-    def first_layer(params):
-        seen = []
-
-        class Spy(Dense):
-            layers_alike = False  # a trace that layers share must not leak q
-
-            def attend(self, layer, q, kv, spec, positions, state):
-                seen.append((q, kv.k))
-                return q, state
-
-        one = replace(params, layers=(jax.tree.map(lambda leaf: leaf[0], params.layers),))
-        full = jnp.full(1, 200, jnp.int32)
-        decoder.forward(one, tokens, None, Positions(full * 0, full, full), config=config, policy=Spy())
-        return seen[0]
-
-    q, k = (np.asarray(x, np.float64) for x in first_layer(params))
-    for head, distance in ((0, 1), (1, 2)):
-        scores = q[0, :, head] @ k[0, 0].T
-        by_distance = [np.mean(np.diagonal(scores, -back)) for back in range(12)]
-        assert int(np.argmax(by_distance)) == distance
-
-
-@pytest.mark.exhaustive  # fine-tuning shows learning; other tests check the look-back heads and this data
-def test_loss_falls_on_copying(tmp_path):
-    recipe = replace(TINY, stages=(Stage(length=24, batch=32, steps=60, mixture=COPYING, rate=5e-3),), look_back=True)
-    train.train(recipe, tmp_path, console=QUIET)
-    values = [line["loss"] for line in without_clock(tmp_path)]
-    assert np.mean(values[-5:]) < np.mean(values[:5]) - 0.4
-
-
 def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
     folder, result = whole_run
     lines = losses.read_losses(folder / "loss.jsonl")
@@ -185,7 +150,7 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
     loaded = load_params(open_source(result.model), dtype=jnp.float32, stacked=True)
     for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(result.params)):
         np.testing.assert_array_equal(got, want)
-    assert open_source(result.model).tokenizer.vocab_size == data.VOCAB_SIZE
+    assert open_source(result.model).tokenizer.vocab_size == VOCAB_SIZE
 
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
@@ -219,9 +184,11 @@ def training(folder: Path, *, save_every_s: float):
     """Start a process that trains the tiny recipe into the folder; end it on leaving the context."""
     flag = "jax_disable_most_optimizations"  # other optimizations or emitters would round otherwise
     env = os.environ | ({"XLA_FLAGS": fast_flags()} if jax.config.values[flag] else {})
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(train_recipes.__file__).parent), env.get("PYTHONPATH", "")])
     code = f"import jax\njax.config.update({flag!r}, {jax.config.values[flag]})\n"
-    code += "from tessera.runtime.compilation import enable_cache\nfrom tessera.train import loop, recipes\n"
-    code += f"enable_cache()\nloop.train(recipes.TINY, {str(folder)!r}, save_every_s={save_every_s})"
+    code += "from tessera.runtime.compilation import enable_cache\nfrom tessera.train import loop\n"
+    code += "from train_recipes import TINY\n"
+    code += f"enable_cache()\nloop.train(TINY, {str(folder)!r}, save_every_s={save_every_s})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=env)
     try:
         yield process
@@ -310,48 +277,18 @@ def test_text_missing_empty_or_too_short(tmp_path, body, message):
 def test_recipes_refuse_what_cannot_be():
     with pytest.raises(ValueError, match="batch=3 must be a multiple of accumulate=2"):
         Stage(length=8, batch=3, steps=1, mixture=COPYING, accumulate=2)
-    with pytest.raises(ValueError, match="must name kinds"):
-        Stage(length=8, batch=3, steps=1, mixture=(("poems", 1.0),))
+    with pytest.raises(ValueError, match=r"mixture=\(\) must have positive shares"):
+        Stage(length=8, batch=3, steps=1, mixture=())
+    with pytest.raises(ValueError, match=r"mixture kinds \['poems'\] must be out of \('copy', 'text'\)"):
+        replace(TINY, stages=(Stage(length=8, batch=3, steps=1, mixture=(("poems", 1.0),)),))
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
         Stage(length=8, batch=3, steps=0, mixture=COPYING)
     with pytest.raises(ValueError, match="length=256 must be at most max_positions=128"):
         replace(TINY, stages=(Stage(length=256, batch=1, steps=1, mixture=COPYING),))
-    with pytest.raises(ValueError, match="made of bytes and need vocab_size=264"):
+    with pytest.raises(ValueError, match=r"mixture kinds \['copy'\] need vocab_size=264, not 1000"):
         replace(TINY, config=replace(TINY.config, vocab_size=1000))
     with pytest.raises(ValueError, match="compute_dtype='float16'"):
         replace(TINY, compute_dtype="float16")
-
-
-def test_demo_recipe_is_what_ships():
-    config = recipes.DEMO.config
-    assert config.num_layers >= 8
-    assert config.groups > 1
-    assert config.head_dim == 64
-    assert max(stage.length for stage in recipes.DEMO.stages) == config.max_positions == 4096
-    assert num_parameters(config) * 4 < 16 << 20
-    assert sum(recipes.DEMO.flops(i, i + 100) for i in range(0, recipes.DEMO.steps, 100)) == pytest.approx(
-        recipes.DEMO.flops(0, recipes.DEMO.steps)
-    )
-
-
-def test_shipped_weights_are_the_recipes_and_find_pass_keys():
-    folder = Path(train.__file__).parents[1] / "shipped" / "model"
-    config = open_source(folder).config
-    assert replace(config, eos_ids=(), bos_id=None) == replace(recipes.DEMO.config, eos_ids=(), bos_id=None)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 16 << 20
-    params = load_params(open_source(folder), dtype=jnp.float32, stacked=True)
-    tasks = [data.passkey_task(np.random.default_rng(i), 1024, chat=bool(i % 2)) for i in range(8)]
-    tokens = np.stack([np.concatenate([task.prompt, task.answer]) for task in tasks])
-    full = jnp.full(8, 1024, jnp.int32)
-
-    def guess(params):
-        hidden, _, _ = decoder.forward(
-            params, tokens, None, Positions(full * 0, full, full), config=config, policy=Dense()
-        )
-        return decoder.logits(params, hidden[:, -6:-1]).argmax(-1)
-
-    right = np.all(np.asarray(jax.jit(guess)(params)) == tokens[:, -5:], axis=1)
-    assert right.sum() >= 7
 
 
 def test_progress_line_and_picture(tmp_path):

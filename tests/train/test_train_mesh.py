@@ -18,6 +18,7 @@ from addresses import free_address
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from tiny import CONFIG, save_tiny
+from train_recipes import COPYING, TINY
 
 import tessera
 from tessera.cli import main as cli
@@ -28,7 +29,7 @@ from tessera.train import loop
 from tessera.train.checkpoints import checkpoints, remove, remove_incomplete
 from tessera.train.losses import read_losses
 from tessera.train.mesh import MeshShape, build, check, parse
-from tessera.train.recipes import COPYING, DEMO, TINY, Stage, text_recipe
+from tessera.train.recipes import Stage, text_recipe
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +175,10 @@ def test_another_form_is_refused(text):
         ("shard=64", TINY, 64, 1, "cannot split hidden_size=32 into 64 equal parts: use shard=32$"),
         (
             "data=8",
-            DEMO,
+            replace(TINY, stages=(TINY.stages[0], Stage(length=16, batch=10, steps=1, mixture=COPYING))),
             8,
             1,
-            "batch=10 of stage 5 equally among 8 devices: take a batch that is a multiple of 8",
+            "batch=10 of stage 2 equally among 8 devices: take a batch that is a multiple of 8",
         ),
         ("data=4", TINY, 8, 1, "batch=4 of stage 2 in 2 slices equally among 4 devices: .* a multiple of 8, or"),
         ("data=2", TINY, 1, 1, "data=2,shard=1 needs 2 devices, but JAX finds 1"),
@@ -196,7 +197,7 @@ def test_the_command_refuses_a_mesh_before_any_work(tmp_path, capsys, monkeypatc
         (["--mesh", "shard=2"], "error: mesh data=1,shard=2 needs 2 devices, but JAX finds 1"),
         (["--accumulate", "3"], "error: batch=8 must be a multiple of accumulate=3"),
     ):
-        assert cli.main(["train", "--recipe", "tiny", "--out", str(tmp_path / "out"), *flags]) == 2
+        assert cli.main(["train", "--text", __file__, "--out", str(tmp_path / "out"), *flags]) == 2
         assert words in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 

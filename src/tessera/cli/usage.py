@@ -32,6 +32,7 @@ LABORATORY = MappingProxyType(
         "report": (),
         "simulate": (),
         "study": (),
+        "train": ("--recipe",),
         "bench": ("--suite", "--only", "--resume", "--gate", "--peer-python"),
         "eval": ("demo", "study", "smoke", "cache", "real-weights"),
     }

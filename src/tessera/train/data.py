@@ -1,52 +1,23 @@
-"""Training text: library sources, hidden notes and questions about them. A batch is a pure function of (seed, step).
+"""Training examples. A batch is a pure function of (data, seed, step).
 
-Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
-
-    copy   random bytes with a short period, on which the model learns to find an earlier match
-    recall random bytes in which earlier spans recur at any distance
-    pairs  lines of keys and values, so similar that only the whole key identifies a value
-    text   unmodified library source
-    notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
-           them further on and at the end, in plain text or as a chat
-
-The text is the standard library of the running Python (PSF licence). The hash of a file's name decides whether the file
-is for training or held out; the documents of the demo are always held out.
+Every example is `length + 1` token ids with a weight per predicted token.
 """
 
-import hashlib
 import os
-import sysconfig
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.corpus import read_text
-from tessera.train.facts import WORDINGS, Fact, column, draw_facts, draw_keys, natural, number
-
-BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
-VOCAB_SIZE = 264
-
-HELD_OUT = frozenset(
-    {
-        "http/__init__.py",
-        "token.py",
-        "stat.py",
-        "socketserver.py",
-        "ftplib.py",
-        "smtplib.py",
-        "imaplib.py",
-        "tarfile.py",
-    }
-)
-SKIPPED = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "__pycache__"})
 
 VALUE_WEIGHT = 3.0
-WORDING_WEIGHT = 1.0
-QUESTION_WEIGHT = 0.1
+"""Weight of a token of an answer. The log counts the tokens with at least this weight, or 1 if a batch has none."""
 
 
 class Batch(NamedTuple):
@@ -56,11 +27,6 @@ class Batch(NamedTuple):
     weights: np.ndarray
 
 
-CALIBRATION = "tk"
-"""Name that divides the held-out files. The files that sort after this name, about a twelfth, are for calibration,
-except the demo's documents."""
-
-
 class Split(NamedTuple):
     """Token ids to train on, and held-out token ids."""
 
@@ -68,116 +34,8 @@ class Split(NamedTuple):
     held_out: np.ndarray
 
 
-def library_files() -> list[tuple[str, Path]]:
-    """List the standard library's sources as (relative name, path), sorted, without tests and vendored packages."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    return [(name.as_posix(), root / name) for name in names if not SKIPPED.intersection(name.parts)]
-
-
-def is_held_out(name: str, calibration: bool | None = None) -> bool:
-    """Return whether a file is held out: one file in twenty, by the hash of its name, and each of the demo's documents.
-
-    With `calibration` True, only the held-out files for calibration count; with False, only the other held-out files.
-    """
-    if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
-        return False
-    return calibration is None or calibration == (name not in HELD_OUT and name > CALIBRATION)
-
-
-@lru_cache(maxsize=1)
-def library_corpus() -> Split:
-    """Read the standard library of the running Python, split by file. Leave out the files of `library_calibration`."""
-    return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
-
-
-def library_digest() -> str:
-    """Return a hash of the training text of `library_corpus`; the text differs between versions of Python."""
-    return hashlib.sha256(library_corpus().train).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def library_calibration() -> np.ndarray:
-    """Read the held-out files that are reserved for calibrating plans; training and tests do not use them."""
-    return _library(lambda name: is_held_out(name, True))
-
-
-def _library(wanted: Callable[[str], bool]) -> np.ndarray:
-    return np.frombuffer(b"\n\n".join(path.read_bytes() for name, path in library_files() if wanted(name)), np.uint8)
-
-
-def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
-    """Read the user's own text, a file or a folder of files, as tokens; hold out the last twentieth.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: the path holds no text, or there is no tokenizer.
-    """
-    if tokenizer is None:
-        raise ValueError("the base model has no tokenizer, so text cannot be read: use a folder with a tokenizer.json")
-    body = read_text(Path(path))
-    ids = np.asarray(tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
-    cut = len(ids) - len(ids) // 20
-    return Split(ids[:cut], ids[cut:])
-
-
-def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
-    """Build the batch of one step. The same arguments always give the same batch, bit for bit."""
-    rng = np.random.default_rng((seed, step))
-    kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
-    chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
-    rows = [KINDS[kinds[index]](rng, source, length + 1) for index in chosen]
-    return Batch(np.stack([ids for ids, _ in rows]), np.stack([weights[1:] for _, weights in rows]))
-
-
-def copy(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat random bytes with one period; the first period is noise and has no weight."""
-    period = int(rng.integers(3, max(13, min(size // 2, 256))))
-    ids = np.resize(rng.integers(0, 256, period), size).astype(np.int32)
-    return ids, (np.arange(size) >= period + 1).astype(np.float32)
-
-
-def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw spans of random bytes, about half of them copied from an earlier place in the example.
-
-    New spans and the first three bytes of each copy have no weight, because they cannot be predicted.
-    """
-    ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
-    ids[:16], end = rng.integers(0, 256, 16), 16
-    while end < size:
-        span = min(int(rng.integers(6, 40)), size - end)
-        if rng.random() < 0.6 and end > span:
-            start = int(rng.integers(0, end - span))
-            ids[end : end + span] = ids[start : start + span]
-            weights[end + 3 : end + span] = 1.0
-        else:
-            ids[end : end + span] = rng.integers(0, 256, span)
-        end += span
-    return ids, weights
-
-
-def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write lines of keys and values in one wording, each pair several times; only the whole key identifies the value.
-
-    The loss counts a value from its second occurrence on. The value's first character has the most weight: a model that
-    matches only the last few characters of the key cannot predict it.
-    """
-    count = int(rng.integers(2, max(4, min(size // 24, 24))))
-    keys = list(dict.fromkeys(draw_keys(rng, count)))
-    values = column(rng, len(keys)) if rng.random() < 0.5 else [number(rng) for _ in keys]
-    wording = str(rng.choice(WORDINGS))
-    width = max(map(len, keys)) if rng.random() < 0.3 else 0
-    parts, seen, filled, index = [], set(), 0, 0
-    while filled < size:
-        index = (index + int(rng.integers(1, max(2, len(keys))))) % len(keys)  # never the same key twice in a row
-        before, after = wording.format(key=f"{keys[index]:{width}}" if width else keys[index]).split("@")
-        value, weights = encode(values[index], WORDING_WEIGHT if index in seen else 0.0)
-        weights[0] *= VALUE_WEIGHT
-        parts += [encode(before, 0.0), (value, weights), encode(after + "\n", 0.0)]
-        filled += sum(len(part[0]) for part in parts[-3:])
-        seen.add(index)
-    ids, weights = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-    return ids[:size], weights[:size]
+Kind = Callable[[np.random.Generator, Split, int], tuple[np.ndarray, np.ndarray]]
+"""Function that makes one example of a size: token ids and the weight of each."""
 
 
 def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,132 +53,56 @@ def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
     return ids[start : start + size].astype(np.int32)
 
 
-def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Encode text as bytes and weights; bytes between \\x01 and \\x02 get VALUE_WEIGHT."""
-    raw = np.frombuffer(piece.encode("latin-1", "replace"), np.uint8).astype(np.int32)
-    inside = np.cumsum(raw == 1) > np.cumsum(raw == 2)
-    keep = (raw != 1) & (raw != 2)
-    return raw[keep], np.where(inside, VALUE_WEIGHT, weight).astype(np.float32)[keep]
-
-
-def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Encode one question and its answer, as a chat turn or in plain text."""
-    question, asked = encode(fact.question, QUESTION_WEIGHT)
-    answer, weights = encode(fact.answer, WORDING_WEIGHT)
-    if chat:
-        ids = [[USER], question, [END, ASSISTANT], answer, [END]]
-        all_weights = [[0.0], asked, [0.1, 0.1], weights, [WORDING_WEIGHT]]
-    else:
-        ids = [question, [32], answer, [10]]
-        all_weights = [asked, [0.1], weights, [WORDING_WEIGHT]]
-    return np.concatenate(ids).astype(np.int32), np.concatenate(all_weights).astype(np.float32)
-
-
-def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Build a document with hidden notes, then questions about them and about the library's constants."""
-    chat = bool(rng.random() < 0.5)
-    head = [BOS, USER] if chat else [BOS]
-    hidden, turns, room = [], [], size - len(head) - 2
-    for group in draw_facts(rng, size):
-        middle = dialogue(group[0], False) if rng.random() < 0.3 else None
-        asked = [dialogue(fact, chat) for fact in group]
-        cost = sum(len(line) + 1 for line in group[0].notes) + sum(len(turn[0]) for turn in asked)
-        cost += 0 if middle is None else len(middle[0])
-        if cost > (room - size * 0.3 if turns else room - 8):
-            continue
-        room -= cost
-        hidden.append((group[0].notes, middle))
-        turns += asked
-    body = excerpt(rng, source.train, size)
-    reserve = min(200, room // 3) if room > 300 else 0
-    own = natural(bytes(body[: room - reserve].astype(np.uint8)))
-    for index in rng.permutation(len(own)):
-        turn = dialogue(own[index], chat)
-        if len(turn[0]) <= reserve:
-            turns, reserve, room = [*turns, turn], reserve - len(turn[0]), room - len(turn[0])
-    document = hide(rng, body[: max(room, 0)], hidden, float(rng.choice([0.1, 0.3])))
-    turns = [turns[index] for index in rng.permutation(len(turns))]
-    if chat and turns:  # the first question shares the document's user turn
-        turns[0] = (turns[0][0][1:], turns[0][1][1:])
-    parts = [(np.array(head, np.int32), np.zeros(len(head), np.float32)), document, encode("\n\n", 0.1), *turns]
-    ids, weights = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-    return fit(ids, weights, size)
-
-
-def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut an example at the front, or pad it at the end, to exactly `size` tokens."""
-    if len(ids) >= size:
-        return ids[-size:], weights[-size:]
-    missing = size - len(ids)
-    return np.pad(ids, (0, missing), constant_values=PAD), np.pad(weights, (0, missing))
-
-
-def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
-    """Insert the notes in `hidden` into `body` after random line breaks, each question after its notes."""
-    inserts = []
-    for lines, turn in hidden:
-        depths = np.sort(rng.random(len(lines) + (turn is not None)))
-        pieces = [encode(line + "\n", 0.0) for line in lines] + ([turn] if turn is not None else [])
-        inserts += [(int(depth * len(body)), piece) for depth, piece in zip(depths, pieces)]
-    breaks = np.flatnonzero(body == 10) + 1
-    parts, done = [], 0
-    for place, piece in sorted(inserts, key=lambda item: item[0]):
-        index = np.searchsorted(breaks, place)
-        cut = int(breaks[index]) if index < len(breaks) else (int(breaks[-1]) if len(breaks) else place)
-        cut = max(cut, done)
-        parts += [(body[done:cut], np.full(cut - done, filler_weight, np.float32)), piece]
-        done = cut
-    parts.append((body[done:], np.full(len(body) - done, filler_weight, np.float32)))
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-
-
-KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": notes}
-
-
-class Task(NamedTuple):
-    """A prompt, the answer tokens that greedy decoding must produce, and the pass key's depth in the text, 0 to 1."""
-
-    prompt: np.ndarray
-    answer: np.ndarray
-    depth: float
-
-
-def passkey_task(
-    rng: np.random.Generator,
-    length: int,
-    *,
-    source: Split | None = None,
-    depth: float | None = None,
-    chat: bool = False,
-) -> Task:
-    """Hide a five-digit pass key in held-out text; prompt and answer together are `length` tokens.
-
-    Args:
-        rng: draws the key, the depth and the text.
-        length: tokens of prompt and answer.
-        source: text to hide the key in (its held-out part); None is the standard library.
-        depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
-        chat: whether to ask in a chat turn; if not, the question follows the text.
-
-    Returns:
-        the prompt, the answer, and the depth of the note, which follows the line break nearest to the wanted depth.
+def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
+    """Read the user's own text, a file or a folder of files, as tokens; hold out the last twentieth.
 
     Raises:
-        ValueError: `length` is too short for the note and the question.
+        FileNotFoundError: the path does not exist.
+        ValueError: the path holds no text, or there is no tokenizer.
     """
-    source = library_corpus() if source is None else source
-    depth = float(rng.random()) if depth is None else depth
-    key = number(rng, 5)
-    note = encode(f"The pass key is {key}. Remember it.\n", 0.0)
-    question = "\n\nWhat is the pass key?"
-    tail = [*question.encode(), END, ASSISTANT] if chat else [*question.encode(), 32]
-    tail = np.array([*tail, *b"The pass key is "], np.int32)
-    head = np.array([BOS, USER] if chat else [BOS], np.int32)
-    room = length - len(head) - len(note[0]) - len(tail) - len(key)
-    if room < 1:
-        raise ValueError(f"{length=} must be at least {length - room + 1} tokens to hold the note and the question")
-    body = excerpt(rng, source.held_out, room)
-    breaks = np.concatenate([[0], np.flatnonzero(body == 10) + 1])
-    cut = int(breaks[np.argmin(np.abs(breaks - depth * room))])
-    prompt = np.concatenate([head, body[:cut], note[0], body[cut:], tail])
-    return Task(prompt, np.frombuffer(key.encode(), np.uint8).astype(np.int32), cut / room)
+    if tokenizer is None:
+        raise ValueError("the base model has no tokenizer, so text cannot be read: use a folder with a tokenizer.json")
+    body = read_text(Path(path))
+    ids = np.asarray(tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
+    cut = len(ids) - len(ids) // 20
+    return Split(ids[:cut], ids[cut:])
+
+
+class Data:
+    """Where a recipe's examples come from: the user's own text. A subclass adds kinds of example.
+
+    Attributes:
+        name: name in the fingerprint of a recipe.
+        kinds: functions that make an example, by the name that a stage's mixture uses.
+        vocab_size: vocabulary that every kind but "text" needs; None if there is no other kind.
+    """
+
+    name = "text"
+    kinds: Mapping[str, Kind] = MappingProxyType({"text": text})
+    vocab_size: int | None = None
+
+    def read(self, path: str | None, tokenizer: Tokenizer | None) -> Split:
+        """Read the text of a recipe.
+
+        Raises:
+            FileNotFoundError: the path does not exist.
+            ValueError: there is no path, no text in it, or no tokenizer.
+        """
+        if path is None:
+            raise ValueError("the recipe names no text: set its field `text` to a file or a folder")
+        return read_split(path, tokenizer)
+
+    def prepare(self, params: Params, config: ModelConfig) -> Params:
+        """Return the fresh weights to begin with."""
+        return params
+
+    def batch(self, source: Split, mixture: Mapping[str, float], length: int, rows: int, seed: int, step: int) -> Batch:
+        """Build the batch of one step. The same arguments always give the same batch, bit for bit."""
+        rng = np.random.default_rng((seed, step))
+        kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
+        chosen = rng.choice(len(kinds), size=rows, p=shares / shares.sum())
+        made = [self.kinds[kinds[index]](rng, source, length + 1) for index in chosen]
+        return Batch(np.stack([ids for ids, _ in made]), np.stack([weights[1:] for _, weights in made]))
+
+
+OWN_TEXT = Data()

@@ -216,7 +216,7 @@ def train(
     on = find_mesh(mesh, recipe)
     check_room(recipe, on)
     tokenizer = byte_tokenizer() if recipe.base is None else open_source(recipe.base).tokenizer
-    corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
+    corpus = recipe.data.read(recipe.text, tokenizer)
     longest = max(stage.length for stage in recipe.stages)
     if len(corpus.train) <= longest:
         raise ValueError(f"the text has {len(corpus.train)} tokens, but must have more than length={longest}: add text")
@@ -316,7 +316,7 @@ def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int, mesh: 
     """Build the batch of a step and run the step; return the new state and the record for the log."""
     stage, _ = recipe.stage_at(step)
     began = time.perf_counter()
-    batch = data.make_batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)
+    batch = recipe.data.batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)
     rate = np.float32(recipe.rate_at(step))
     axes = row_axes(mesh, stage.batch // stage.accumulate)
     tokens, weights = (put(x, mesh, *axes) for x in (batch.tokens, batch.weights))

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.weights import num_parameters
-from tessera.train import data
+from tessera.train.data import OWN_TEXT, Data
 
 DTYPES = ("float32", "bfloat16")
+BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
+"""Special tokens of the tokenizer of bytes."""
+VOCAB_SIZE = 264
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,7 @@ class Stage:
         length: number of tokens to predict per sequence.
         batch: number of sequences per step.
         steps: number of updates.
-        mixture: kinds of example (data.KINDS) and their shares.
+        mixture: kinds of example (`Data.kinds`) and their shares.
         rate: learning rate at the first step.
         last_rate: learning rate at the last step, which the rate approaches linearly; None keeps the rate constant.
         accumulate: number of slices into which a batch is cut; they run one after another to bound memory.
@@ -44,10 +47,7 @@ class Stage:
             raise ValueError(f"rate={self.rate} must be a positive number")
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
-        unknown = {kind for kind, _ in self.mixture} - data.KINDS.keys()
-        if unknown or not self.mixture:
-            raise ValueError(f"mixture={self.mixture} must name kinds out of {tuple(data.KINDS)}")
-        if min(share for _, share in self.mixture) <= 0:
+        if min((share for _, share in self.mixture), default=0) <= 0:
             raise ValueError(f"mixture={self.mixture} must have positive shares")
 
 
@@ -65,9 +65,8 @@ class Recipe:
         weight_decay: decoupled weight decay, which applies to matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: whether two heads of layer 0 start out attending mostly to the tokens one and two positions back
-            (`state.look_back`).
-        text: folder or file to train on; None means the standard library of the running Python.
+        data: where the examples come from.
+        text: folder or file to train on; None if `data` has text of its own.
         base: Hugging Face folder to start from; None means fresh weights.
     """
 
@@ -81,7 +80,7 @@ class Recipe:
     b1: float = 0.9
     b2: float = 0.95
     compute_dtype: str = "float32"
-    look_back: bool = False
+    data: Data = OWN_TEXT
     text: str | None = None
     base: str | None = None
 
@@ -93,10 +92,12 @@ class Recipe:
         longest = max(stage.length for stage in self.stages)
         if longest > self.config.max_positions:
             raise ValueError(f"length={longest} must be at most max_positions={self.config.max_positions}")
-        made_of_bytes = {kind for stage in self.stages for kind, _ in stage.mixture} - {"text"}
-        if made_of_bytes and self.config.vocab_size != data.VOCAB_SIZE:
+        kinds, known = {kind for stage in self.stages for kind, _ in stage.mixture}, self.data.kinds
+        if unknown := kinds - known.keys():
+            raise ValueError(f"mixture kinds {sorted(unknown)} must be out of {tuple(known)}")
+        if kinds - {"text"} and self.config.vocab_size != self.data.vocab_size:
             raise ValueError(
-                f"mixture kinds {sorted(made_of_bytes)} are made of bytes and need vocab_size={data.VOCAB_SIZE}, "
+                f"mixture kinds {sorted(kinds - {'text'})} need vocab_size={self.data.vocab_size}, "
                 f"not {self.config.vocab_size}: train this model on 'text' alone"
             )
 
@@ -135,6 +136,7 @@ class Recipe:
         A stage's `accumulate` and `remat` change only rounding and are left out: a run may resume with other values.
         """
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
+        past["data"] = self.data.name
         past = {key: value for key, value in past.items() if value is not None}
         past["stages"], left = [], step
         for stage in self.stages:
@@ -148,8 +150,8 @@ class Recipe:
         return hashlib.sha256(json.dumps(past, sort_keys=True).encode()).hexdigest()[:16]
 
 
-DEMO_CONFIG = ModelConfig(
-    vocab_size=data.VOCAB_SIZE,
+SMALL_CONFIG = ModelConfig(
+    vocab_size=VOCAB_SIZE,
     hidden_size=128,
     intermediate_size=352,
     num_layers=8,
@@ -160,63 +162,16 @@ DEMO_CONFIG = ModelConfig(
     rope=Rope(theta=500000.0),
     norm_eps=1e-5,
     tie_embeddings=True,
-    bos_id=data.BOS,
-    eos_ids=(data.EOS, data.END),
+    bos_id=BOS,
+    eos_ids=(EOS, END),
 )
-
-COPYING = (("copy", 1.0),)
-FIRST_NOTES = (("copy", 0.1), ("recall", 0.3), ("notes", 0.6))
-MORE_NOTES = (("recall", 0.2), ("notes", 0.75), ("text", 0.05))
-MOSTLY_NOTES = (("recall", 0.1), ("notes", 0.85), ("text", 0.05))
-
-DEMO = Recipe(
-    name="demo",
-    config=DEMO_CONFIG,
-    look_back=True,
-    stages=(
-        Stage(length=24, batch=64, steps=486, mixture=COPYING),
-        Stage(length=64, batch=48, steps=44, mixture=(("copy", 0.6), ("recall", 0.4))),
-        Stage(length=128, batch=32, steps=170, mixture=FIRST_NOTES),
-        Stage(length=256, batch=16, steps=200, mixture=MORE_NOTES),
-        Stage(length=512, batch=10, steps=120, mixture=MOSTLY_NOTES),
-        Stage(length=1024, batch=6, steps=150, mixture=MOSTLY_NOTES),
-        Stage(length=2048, batch=3, steps=74, mixture=MOSTLY_NOTES, rate=1.5e-3),
-        Stage(length=2048, batch=4, steps=36, mixture=MOSTLY_NOTES, rate=1.5e-3),
-        Stage(length=4096, batch=2, steps=11, mixture=MOSTLY_NOTES, rate=1.5e-3, last_rate=1.4414e-3),
-        Stage(length=4096, batch=2, steps=69, mixture=MOSTLY_NOTES, rate=1.44e-3, last_rate=0.001163),
-        Stage(length=4096, batch=2, steps=46, mixture=MOSTLY_NOTES, rate=0.001163, last_rate=0.00087516),
-        Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
-    ),
-)
-"""Recipe of the demo model. It starts with copying on 24 tokens; the length then grows to the whole context."""
-
-TINY = Recipe(
-    name="tiny",
-    config=replace(
-        DEMO_CONFIG,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_positions=128,
-    ),
-    stages=(
-        Stage(length=24, batch=8, steps=12, mixture=COPYING),
-        Stage(length=48, batch=4, steps=8, mixture=(("recall", 0.5), ("notes", 0.5)), accumulate=2, last_rate=1e-3),
-    ),
-    warmup=5,
-)
-"""Recipe for a run of a few seconds, with two stages, accumulation and a falling learning rate."""
-
-RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}
+"""Configuration of a model of 1.9 million parameters that reads bytes."""
 
 
 def text_recipe(
     text: str | Path,
     *,
-    config: ModelConfig = DEMO_CONFIG,
+    config: ModelConfig = SMALL_CONFIG,
     base: str | Path | None = None,
     length: int = 512,
     batch: int = 8,

@@ -7,18 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import load_params
 from tessera.models.files.source import open_source
-from tessera.models.layers import Params, rope_frequencies
+from tessera.models.layers import Params
 from tessera.models.weights import abstract_params, init_params
 from tessera.train.recipes import Recipe
-
-LOOK_BACK_PAIRS = 10
-LOOK_BACK_SHARPNESS = 7.6
 
 
 class State(NamedTuple):
@@ -66,8 +61,8 @@ def start(recipe: Recipe, mesh: Mesh) -> State:
 
 
 def _begin(params: Params, recipe: Recipe) -> State:
-    if recipe.look_back:
-        params = look_back(params, recipe.config)
+    if recipe.base is None:
+        params = recipe.data.prepare(params, recipe.config)
     return State(params, optimizer(recipe).init(params))
 
 
@@ -83,30 +78,3 @@ def shardings(recipe: Recipe, mesh: Mesh) -> State:
         optimizer(recipe), lambda _, where: where, moments, params, transform_non_params=lambda _: everywhere
     )
     return State(params, placed)
-
-
-def look_back(params: Params, config: ModelConfig) -> Params:
-    """Initialise query heads 0 and 1 of layer 0 to attend mostly to the tokens one and two positions back.
-
-    If each KV head has only one query head, only head 0 is initialised in this way.
-    A unit vector u is added to every embedding, and the q and k of these heads read only u. Before rotation, each of
-    them is thus the same at all positions. The rotary embedding, with frequencies f_i, turns the product of q and k
-    into sum_i cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying
-    circuit, the other half forms in a few hundred steps instead of thousands (LOG.md).
-    """
-    size, head = config.hidden_size, config.head_dim
-    u = jax.random.normal(jax.random.key(7), (size,))
-    u = u / jnp.linalg.norm(u)
-    frequency, _ = rope_frequencies(config.rope, head)
-    fast = jnp.arange(head // 2) < LOOK_BACK_PAIRS
-    scale = LOOK_BACK_SHARPNESS / (size / 2) ** 0.5
-
-    def direction(shift: float) -> Array:
-        angle = shift * frequency
-        return jnp.concatenate([jnp.where(fast, jnp.cos(angle), 0), jnp.where(fast, jnp.sin(angle), 0)]) * scale
-
-    q = params.layers.q.at[0, :head].set(jnp.outer(direction(0.0), u))
-    if config.groups > 1:  # a second query head of the same KV head
-        q = q.at[0, head : 2 * head].set(jnp.outer(direction(-1.0), u))
-    k = params.layers.k.at[0, :head].set(jnp.outer(direction(1.0), u))
-    return replace(params, embed=params.embed + u, layers=replace(params.layers, q=q, k=k))

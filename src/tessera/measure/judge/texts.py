@@ -1,6 +1,6 @@
 """Three domains of held-out text that every Python installation has: source code, reference prose and help texts.
 
-`code` holds the standard library files that `tessera.train.data` holds out, except files reserved for calibration.
+`code` holds the standard library files that `library` holds out, except files reserved for calibration.
 `reference` holds the language reference that Python's help() shows. `help` holds long docstrings of files that are not
 held out. No text is in two domains, and no text is in the library text that a plan may be calibrated on.
 """
@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from tessera.train.data import is_held_out, library_corpus, library_files
+from tessera.measure.judge.library import is_held_out, library_corpus, library_files
 
 LONG = 600
 """Minimum length, in characters, of a docstring that `help` includes."""

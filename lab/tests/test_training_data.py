@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 
 from lab.eval import quality
+from lab.training import data
+from lab.training.data import LIBRARY
+from tessera.measure.judge import library
 from tessera.models.text.tokenizer import byte_tokenizer
-from tessera.train import data
+from tessera.train import recipes
+from tessera.train.data import VALUE_WEIGHT, Split, read_split
 
-SPECIALS = {data.BOS: "<|bos|>", data.EOS: "<|eos|>", data.PAD: "<|pad|>", data.USER: "<|user|>"} | {
-    data.ASSISTANT: "<|assistant|>",
-    data.END: "<|end|>",
+SPECIALS = {recipes.BOS: "<|bos|>", recipes.EOS: "<|eos|>", recipes.PAD: "<|pad|>", recipes.USER: "<|user|>"} | {
+    recipes.ASSISTANT: "<|assistant|>",
+    recipes.END: "<|end|>",
 }
 
 
 @pytest.fixture(scope="module")
-def source() -> data.Split:
-    return data.library_corpus()
+def source() -> Split:
+    return library.library_corpus()
 
 
 def written(ids: np.ndarray) -> str:
@@ -28,27 +32,27 @@ def written(ids: np.ndarray) -> str:
 
 def test_special_ids_are_the_byte_tokenizers():
     tokenizer = byte_tokenizer()
-    assert tokenizer.vocab_size == data.VOCAB_SIZE
+    assert tokenizer.vocab_size == recipes.VOCAB_SIZE
     for token, name in SPECIALS.items():
         assert tokenizer.encode(name, add_special=False) == [token]
 
 
 def test_library_is_split_by_file_and_the_demo_documents_are_held_out(source):
-    names = [name for name, _ in data.library_files()]
-    held = {name for name in names if data.is_held_out(name)}
+    names = [name for name, _ in library.library_files()]
+    held = {name for name in names if library.is_held_out(name)}
     assert {"http/__init__.py", "stat.py", "token.py"} <= held
     assert 0.02 < len(held) / len(names) < 0.12
     assert not any("site-packages" in name or name.startswith("test/") for name in names)
-    body = next(path.read_bytes() for name, path in data.library_files() if name == "http/__init__.py")
+    body = next(path.read_bytes() for name, path in library.library_files() if name == "http/__init__.py")
     status = re.search(rb".*404.*", body)[0]
     assert status in source.held_out.tobytes()
     assert body[:2000] not in source.train.tobytes()
 
 
 def test_what_a_plan_is_calibrated_on_is_nowhere_else(source):
-    calibration = data.library_calibration()
+    calibration = library.library_calibration()
     assert 0.05 < len(calibration) / (len(calibration) + len(source.held_out)) < 0.2
-    for name in data.HELD_OUT:  # the demo asks about these files
+    for name in library.HELD_OUT:  # the demo asks about these files
         assert (Path(os.__file__).parent / name).read_bytes() in source.held_out.tobytes()
     kept, rows = source.held_out.tobytes(), quality.calibration_texts(1024)
     for row in rows:
@@ -58,13 +62,13 @@ def test_what_a_plan_is_calibrated_on_is_nowhere_else(source):
     assert sum(bytes(row[300:500]) in calibration.tobytes() for row in rows[::2]) == len(rows[::2])
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", LIBRARY.kinds)
 @pytest.mark.parametrize("length", [24, 100, 700])
 def test_batches_are_a_pure_function_of_seed_and_step(source, kind, length):
-    first = data.make_batch(source, {kind: 1.0}, length, 3, 5, 11)
-    data.make_batch(source, {"notes": 1.0}, 64, 2, 5, 12)
-    again = data.make_batch(source, {kind: 1.0}, length, 3, 5, 11)
-    other = data.make_batch(source, {kind: 1.0}, length, 3, 5, 12)
+    first = LIBRARY.batch(source, {kind: 1.0}, length, 3, 5, 11)
+    LIBRARY.batch(source, {"notes": 1.0}, 64, 2, 5, 12)
+    again = LIBRARY.batch(source, {kind: 1.0}, length, 3, 5, 11)
+    other = LIBRARY.batch(source, {kind: 1.0}, length, 3, 5, 12)
     assert first.tokens.shape == (3, length + 1)
     assert first.weights.shape == (3, length)
     assert first.weights.dtype == np.float32
@@ -72,8 +76,8 @@ def test_batches_are_a_pure_function_of_seed_and_step(source, kind, length):
     np.testing.assert_array_equal(first.weights, again.weights)
     assert not np.array_equal(first.tokens, other.tokens)
     assert first.tokens.min() >= 0
-    assert first.tokens.max() < data.VOCAB_SIZE
-    assert np.all(first.weights[first.tokens[:, 1:] == data.PAD] == 0)
+    assert first.tokens.max() < recipes.VOCAB_SIZE
+    assert np.all(first.weights[first.tokens[:, 1:] == recipes.PAD] == 0)
 
 
 def test_copies_are_predictable_where_they_weigh(source):
@@ -102,7 +106,7 @@ def test_every_weighted_value_can_be_found_earlier(source, length):
     for _ in range(20):
         ids, weights = data.notes(rng, source, length)
         assert len(ids) == len(weights) == length
-        value = np.concatenate([[False], weights == data.VALUE_WEIGHT, [False]])
+        value = np.concatenate([[False], weights == VALUE_WEIGHT, [False]])
         begins, ends = np.flatnonzero(~value[:-1] & value[1:]), np.flatnonzero(value[:-1] & ~value[1:])
         for begin, end in zip(begins, ends):
             answer, before = written(ids[begin:end]), written(ids[:begin])
@@ -153,13 +157,13 @@ def test_passkey_depths_are_uniform():
 
 def test_own_text(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        data.read_split(tmp_path / "nothing", byte_tokenizer())
+        read_split(tmp_path / "nothing", byte_tokenizer())
     with pytest.raises(ValueError, match="no text"):
-        data.read_split(tmp_path, byte_tokenizer())
+        read_split(tmp_path, byte_tokenizer())
     (tmp_path / "a.txt").write_text("héllo <|end|> " * 100)
-    split = data.read_split(tmp_path, byte_tokenizer())
+    split = read_split(tmp_path, byte_tokenizer())
     assert len(split.train) + len(split.held_out) == 100 * len("héllo <|end|> ".encode())
     assert len(split.held_out) == (len(split.train) + len(split.held_out)) // 20
     assert split.train.max() < 256  # "<|end|>" in a document stays text
     with pytest.raises(ValueError, match="no tokenizer"):
-        data.read_split(tmp_path, None)
+        read_split(tmp_path, None)

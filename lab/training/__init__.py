@@ -1,0 +1,1 @@
+"""The training data and the recipe of the demo model."""
