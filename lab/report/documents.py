@@ -1,7 +1,6 @@
 """Render stored records into the tables of the README and of docs/; nothing else writes those tables.
 
-A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `python -m lab report --tables` rewrites all tables
-from the files under evidence/. A test fails while a table differs from the records.
+A table lies between `<!-- records:NAME -->` and `<!-- end -->`; `make readme` rewrites all tables.
 """
 
 import argparse
