@@ -288,10 +288,7 @@ def test_bad_command_lines(capsys, good, arguments, words):
         ("calibrate --local 1000000000000", "local=1000000000000 must be below 2,147,483,648"),
         ("calibrate --query-tile 1000000000", "query_tile=1000000000 must be from 1 to 1,048,576"),
         ("calibrate --query-tile 1024", "query_tile=1024 does not fit the context of 512"),
-        ("bench --gate", "--gate cannot be used with --model"),
-        ("bench --only decode --suite cpu", "--suite, --only cannot be used with --model"),
-        ("bench --resume --peer-python python", "--resume, --peer-python cannot be used with --model"),
-        ("bench --compare a.jsonl b.jsonl", "--compare cannot be used with --model"),
+        ("bench --compare a.jsonl b.jsonl", "--model cannot be used with --compare, which ignores it: drop it"),
     ],
 )
 def test_flags_that_would_be_ignored_or_overflow_are_refused(capsys, good, tmp_path, monkeypatch, flags, words):
@@ -306,7 +303,7 @@ def test_flags_that_would_be_ignored_or_overflow_are_refused(capsys, good, tmp_p
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compare a.jsonl b.jsonl --gate --suite smoke", "--suite, --gate cannot be used with --compare"),
+        ("--compare a.jsonl b.jsonl --plan p --weights int8", "--plan, --weights cannot be used with --compare"),
         ("--plan plan.json", "--plan plan.json needs --model"),
     ],
 )
