@@ -26,7 +26,7 @@ def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Select
     A part that holds NaN has error NaN. A part that `found` lacks is left out.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    expected = reference.attend(q, KeyValues.of(k, v), spec, positions, selection, reference.Config())
+    expected = reference.attend(q, KeyValues.of(k, v), spec, positions, selection, None)
     size = jnp.linalg.norm(expected.out, axis=-1)
     off = jnp.linalg.norm(found.out.astype(jnp.float32) - expected.out, axis=-1)
     parts = {"out": jnp.max(jnp.where(off == 0, 0.0, off / size))}

@@ -60,7 +60,7 @@ def test_all_around_it_meets_the_oracle(monkeypatch, causal, q_start):
     allowed = oracle.tolerance(call, truth, "bfloat16")
     q, k, v = (jnp.asarray(x) for x in (call.q, call.k, call.v))
     positions = gpu_cudnn.Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
-    config = gpu_cudnn.Config()
+    config = KERNEL.Config()
     found = jax.jit(KERNEL.launch, static_argnums=(2, 5))(q, KeyValues.of(k, v), workload.spec, positions, None, config)
     assert found.lse.dtype == jnp.float32
     found = AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in found))
@@ -133,7 +133,7 @@ def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causa
 
     def forward(q, k, v, positions):
         def attend(q, k, v):
-            return KERNEL.launch(q, KeyValues.of(k, v), spec, positions, None, gpu_cudnn.Config())
+            return KERNEL.launch(q, KeyValues.of(k, v), spec, positions, None, KERNEL.Config())
 
         return jax.vjp(attend, q, k, v)
 

@@ -307,17 +307,17 @@ def test_the_default_fills_the_chip(role, head_dim, batch):
     """One sequence is one wave of equal splits, enough bytes are in flight, and every config fits shared memory."""
     spec = AttentionSpec(tile=64, mass=role == "score")
     shapes = LLAMA._replace(batch=batch, head_dim=head_dim, capacity=205 if role == "sparse" else None)
-    config = gpu_decode.default_config(role, spec, shapes)
-    cut = gpu_decode.cut_call(role, spec, shapes, config)
+    config = gpu_decode.default_config(spec, shapes)
+    cut = gpu_decode.cut_call(spec, shapes, config)
     resident = gpu_decode.resident(cut, config)
     assert resident * config.stages * 4 * 64 * head_dim >= 64 * 1024 * gpu_decode.MULTIPROCESSORS
     if batch == 1:
         assert config.splits * 8 <= resident
         assert role == "sparse" or config.splits * 8 >= 0.9 * resident
-    space = list(gpu_decode.search_space(role, spec, shapes))
+    space = list(gpu_decode.search_space(spec, shapes))
     assert config in space
     assert len(set(space)) == len(space)
-    sizes = [gpu_decode.shared_bytes(gpu_decode.cut_call(role, spec, shapes, c), c) for c in space]
+    sizes = [gpu_decode.shared_bytes(gpu_decode.cut_call(spec, shapes, c), c) for c in space]
     assert max(sizes) <= gpu_decode.SHARED_BYTES
 
 

@@ -308,5 +308,5 @@ def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
 def test_heads_of_256_are_scored_from_tiles_of_64_on(tile):
     """Tiles below 64 are refused: at head dim 256 with two sequences, the compiler spills registers."""
     spec, shapes = AttentionSpec(tile=tile, mass=True), Shapes(2, 8192, 8192, 8, 2, 256, None, "bfloat16")
-    refused = gpu_prefill.supports("score", spec, shapes)
+    refused = gpu_prefill.supports(spec, shapes)
     assert refused is None if tile >= 64 else f"tile={tile}" in refused

@@ -10,18 +10,7 @@ from tessera.attention.kernel import Capability, Kernel
 
 SPEC = AttentionSpec()
 SHAPES = Shapes(1, 8, 8, 4, 2, 64, None, "bfloat16")
-KERNEL = Kernel(
-    name="some_family_dense",
-    platform="gpu",
-    role="dense",
-    phase="prefill",
-    dtypes=("float32", "bfloat16"),
-    launch=lambda *_: None,
-    Config=object,
-    default_config=lambda *_: None,
-    search_space=lambda *_: iter(()),
-    cost=lambda *_: {},
-)
+KERNEL = Kernel(name="gpu_family_dense", dtypes=("float32", "bfloat16"), launch=lambda *_: None)
 
 
 def test_a_kernel_without_limits_takes_every_call_of_its_kind():
@@ -35,7 +24,7 @@ def test_a_kernel_without_limits_takes_every_call_of_its_kind():
     [
         ({}, {"mass": True}, {}, "its role is dense, but the call's is score"),
         ({}, {}, {"capacity": 3}, "its role is dense, but the call's is sparse"),
-        ({"phase": "decode"}, {}, {}, "it takes one query row per sequence, but the call has 8"),
+        ({"name": "gpu_decode_dense"}, {}, {}, "it takes one query row per sequence, but the call has 8"),
         ({}, {}, {"page": 64}, "it reads contiguous keys, but the call's are paged"),
         ({"scaled": True}, {}, {"page": 64, "scaled": True}, "it reads contiguous keys, but the call's are paged"),
         ({"paged": True}, {}, {"page": 64}, None),
@@ -66,7 +55,7 @@ def test_a_platform_and_its_capability_matter_where_they_are_known():
     kernel = replace(KERNEL, capability=Capability(name="7.5 to 9.0", least=7.5, most=9.0))
     assert kernel.refusal(SPEC, SHAPES) is None
     assert kernel.refusal(SPEC, SHAPES, platform="tpu") == "it runs on gpu, but this call runs on tpu"
-    assert replace(kernel, platform="any").refusal(SPEC, SHAPES, platform="tpu") is None
+    assert replace(kernel, name="xla_family_dense").refusal(SPEC, SHAPES, platform="tpu") is None
     for here, runs in (("7.0", False), ("7.5", True), ("9.0", True), ("10.0", False), ("gfx942", False), (None, True)):
         reason = kernel.refusal(SPEC, SHAPES, platform="gpu", capability=here)
         assert reason == (None if runs else f"it needs compute capability 7.5 to 9.0, but this GPU has {here}")
@@ -76,7 +65,7 @@ def test_an_automatic_limit_binds_only_calls_that_name_no_kernel():
     kernel = replace(KERNEL, automatic_limit=4 * 8 * 8)
     assert kernel.refusal(SPEC, SHAPES, automatic=True) is None
     longer = SHAPES._replace(num_keys=9)
-    reason = "it would hold 288 scores, more than 256; name backend='some_family' to run it anyway"
+    reason = "it would hold 288 scores, more than 256; name backend='gpu_family' to run it anyway"
     assert kernel.refusal(SPEC, longer, automatic=True) == reason
     assert kernel.refusal(SPEC, longer) is None
 

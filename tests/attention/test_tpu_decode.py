@@ -127,7 +127,7 @@ def test_shipped_block_sizes_meet_the_oracle(name):
     spec, shapes = workload.role_spec(role), workload.shapes(role, "bfloat16")
     with blocks.on_chip(chip):
         config = tuned.config(KERNELS[role], spec, shapes)
-    cut = decode_blocks.cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    cut = decode_blocks.cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     assert cut.block_s == block_s
     assert banks in (None, cut.banks)
     meets_oracle(role, workload, "bfloat16", config)
@@ -151,7 +151,7 @@ def streamed(cut, selection: Selection):
 def test_repeated_ids_name_no_other_tile(tiles, units, held):
     """A unit of 128 keys has one bit per tile, eight in all; a repeated id must not carry into another bit or unit."""
     spec = AttentionSpec(tile=16)
-    cut = decode_blocks.cut_call("sparse", spec, Shapes(1, 1, 512, 2, 1, 64, 4, "bfloat16"), 256, 1, 1)
+    cut = decode_blocks.cut_call(spec, Shapes(1, 1, 512, 2, 1, 64, 4, "bfloat16"), 256, 1, 1)
     assert cut.tiles_per_unit == 8
     found, stream = streamed(cut, Selection(np.array([[[tiles]]], np.int32), np.full((1, 1, 1), 4, np.int32)))
     entries = np.asarray(stream).ravel()[: len(units)]
@@ -174,7 +174,7 @@ def test_lists_longer_than_a_piece(monkeypatch):
         kv_len=(320, 200),
     )
     shapes = workload.shapes("sparse")
-    cut = decode_blocks.cut_call("sparse", workload.spec, shapes, 32, 2, 1)
+    cut = decode_blocks.cut_call(workload.spec, shapes, 32, 2, 1)
     assert cut.pieces == 3
     calls.compiled.cache_clear()
     meets_oracle("sparse", workload, "float32", tpu_decode.Config(block_s=32, block_heads=2, splits=2))
@@ -214,7 +214,7 @@ def test_bytes_moved_are_bytes_needed(role, limit, head_dim, tile):
     """Check 131,072 keys and a length that is no multiple of a block; `executions` must count the bytes copied."""
     spec, shapes = long_call(role, head_dim, tile)
     config = KERNELS[role].default_config(spec, shapes)
-    cut = decode_blocks.cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    cut = decode_blocks.cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     for kv_len in (131072, 130001):
         lists, needed = None, kv_len * 8
         if role == "sparse":
@@ -238,7 +238,7 @@ def test_every_visible_block_is_visited_once(role):
     """Over all chains and steps, a sequence's blocks are disjoint and cover exactly the keys that it sees."""
     spec, shapes = long_call(role, 128, 128)
     shapes = shapes._replace(batch=3)
-    cut = decode_blocks.cut_call(role, spec, shapes, 512, 4, 3)
+    cut = decode_blocks.cut_call(spec, shapes, 512, 4, 3)
     positions = Positions(*(np.array(x, np.int32) for x in ([131071, 5000, 70], [131072, 60000, 0], [1, 1, 1])))
     lists = None
     if role == "sparse":

@@ -77,11 +77,11 @@ def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Ar
 def differentiable_decode(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
     """Return dense(q, k, v, positions, spec, config): a decode kernel's `attend`, differentiable in q, k and v.
 
-    `dense` takes q [B,1,N,H] and k, v [B,K,S,H] and calls attend("dense", q, kv, spec, positions, None, config).
+    `dense` takes q [B,1,N,H] and k, v [B,K,S,H] and calls attend(q, kv, spec, positions, None, config).
     """
 
     def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
-        return attend("dense", q, KeyValues(k, v), spec, positions, None, config)
+        return attend(q, KeyValues(k, v), spec, positions, None, config)
 
     def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions, config: Any):
         start, stop = (x[:, None] for x in decode_range(spec, positions, k.shape[2]))

@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+"""First words of the names of kernels that run on one platform only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +34,28 @@ class Capability:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoConfig:
+    """Config of a kernel without tunable options."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One implementation of one role on one platform.
 
     Attributes:
-        name: unique name, "<family>_<role>", e.g. "xla_prefill_dense".
-        platform: "any", "cpu", "tpu" or "gpu".
-        role: "dense", "score" or "sparse".
-        phase: "decode" (only calls of one query row per sequence) or "prefill" (any number of rows).
+        name: unique name, "<family>_<role>", e.g. "xla_prefill_dense". The name also states the kernel's `platform`,
+            `phase` and `role`.
         dtypes: names of the dtypes that the kernel takes for q, k and v.
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. The
+            launch of a dense kernel is also differentiable in q, k and v (see `gradient`).
         supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
             None. The field is None if the kernel runs all such calls. Callers use `refusal`, which also checks the
             other fields.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. The
-            launch of a dense kernel is also differentiable in q, k and v (see `gradient`).
         Config: frozen dataclass of block sizes and other tunable options.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
-        cost: (spec, shapes) -> {"flops": float, "bytes": float}.
+        own_work: (spec, shapes) -> {"flops": float, "bytes": float}; None if the kernel does the work that `work`
+            counts for its phase and role. Callers use `cost`.
         executions: (spec, shapes, config) -> number of times that each named scope of the kernel's body runs in the
             whole call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory).
             With these counts, the time of a call can be estimated from its compiled schedule, without the chip. The
@@ -62,16 +70,13 @@ class Kernel:
     """
 
     name: str
-    platform: str
-    role: str
-    phase: str
     dtypes: tuple[str, ...]
     launch: Callable[..., AttentionOut]
-    Config: type
-    default_config: Callable[[AttentionSpec, Shapes], Any]
-    search_space: Callable[[AttentionSpec, Shapes], Iterator[Any]]
-    cost: Callable[[AttentionSpec, Shapes], Mapping[str, float]]
     supports: Callable[[AttentionSpec, Shapes], str | None] | None = None
+    Config: type = NoConfig
+    default_config: Callable[[AttentionSpec, Shapes], Any] = lambda spec, shapes: NoConfig()
+    search_space: Callable[[AttentionSpec, Shapes], Iterator[Any]] = lambda spec, shapes: iter((NoConfig(),))
+    own_work: Callable[[AttentionSpec, Shapes], Mapping[str, float]] | None = None
     executions: Callable[[AttentionSpec, Shapes, Any], Mapping[str, float]] | None = None
     capability: Capability | None = None
     library: str | None = None
@@ -80,13 +85,29 @@ class Kernel:
     paged: bool = False
 
     @property
+    def platform(self) -> str:
+        """The name's first word if that is "cpu", "gpu" or "tpu"; else "any"."""
+        first = self.name.partition("_")[0]
+        return first if first in PLATFORMS else "any"
+
+    @property
+    def phase(self) -> str:
+        """Either "decode" (only calls of one query row per sequence) or "prefill" (any number of rows)."""
+        return "decode" if self.family.endswith("_decode") else "prefill"
+
+    @property
+    def role(self) -> str:
+        """The name's last word: "dense", "score" or "sparse"."""
+        return self.name.rpartition("_")[2]
+
+    @property
     def family(self) -> str:
-        """Return the kernel's name without its role, e.g. "xla_prefill"; a family has at most one kernel per role."""
+        """The kernel's name without its role, e.g. "xla_prefill"; a family has at most one kernel per role."""
         return self.name.rpartition("_")[0]
 
     @property
     def simulable(self) -> bool:
-        """Return whether the kernel can be compiled and simulated without its chip."""
+        """Whether the kernel can be compiled and simulated without its chip."""
         return self.library is None
 
     def is_named(self, backend: str) -> bool:
@@ -96,6 +117,14 @@ class Kernel:
     def runs_on(self, capability: str | None) -> bool:
         """Return whether a GPU of this compute capability runs the kernel; True if the capability is unknown (None)."""
         return self.capability is None or capability is None or self.capability.includes(capability)
+
+    def cost(self, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+        """Count the flops of a call and the bytes that it moves: {"flops": float, "bytes": float}."""
+        if self.own_work is not None:
+            return self.own_work(spec, shapes)
+        if self.phase == "decode":
+            return work.decode(self.role, spec, shapes)
+        return (work.sparse_prefill if self.role == "sparse" else work.prefill)(spec, shapes)
 
     def refusal(
         self,
@@ -134,6 +163,11 @@ class Kernel:
         if automatic and limit is not None and shapes.num_scores > limit:
             return f"it would hold {shapes.num_scores} scores, more than {limit}; {way_out}"
         return None if self.supports is None else self.supports(spec, shapes)
+
+
+def family(name: str, roles: Sequence[str], **fields: Any) -> tuple[Kernel, ...]:
+    """Return one kernel per role, named "<name>_<role>", with the same fields."""
+    return tuple(Kernel(name=f"{name}_{role}", **fields) for role in roles)
 
 
 def role_of(spec: AttentionSpec, shapes: Shapes) -> str:

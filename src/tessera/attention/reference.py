@@ -4,34 +4,18 @@ It takes 4 B N T S H flops and holds B N T S float32 scores at once, so use it f
 contract. It runs every role, in prefill and decode, on every platform; JAX differentiates it without a custom rule.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import NoConfig, family
 
 AUTOMATIC_SCORES = 2**28
 """Largest call, in scores (B * N * T * S), for which this kernel is chosen without being named as the backend.
 That many scores take 1 GiB in float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """No fields: the kernel has nothing to tune."""
-
-
-def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Return the only config."""
-    return Config()
-
-
-def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield the only config."""
-    yield Config()
 
 
 def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
@@ -46,7 +30,7 @@ def attend(
     spec: AttentionSpec,
     positions: Positions,
     selection: Selection | None,
-    config: Config,
+    config: NoConfig | None,
 ) -> AttentionOut:
     """Compute out = softmax(z) v over the visible (if sparse: visible and listed) keys; `contract` defines z."""
     kv = contiguous(kv)
@@ -124,22 +108,13 @@ def tile_mass(spec: AttentionSpec, prob_BKGTS: Float[Array, "B K G T S"]) -> Flo
     return jnp.sum(split, axis=(3, 5))
 
 
-def _kernel(role: str) -> Kernel:
-    return Kernel(
-        name=f"reference_{role}",
-        platform="any",
-        role=role,
-        phase="prefill",
-        dtypes=("float32", "bfloat16", "float16"),
-        launch=attend,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=cost,
-        automatic_limit=AUTOMATIC_SCORES,
-        scaled=True,
-        paged=True,
-    )
-
-
-KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
+KERNELS = family(
+    "reference",
+    ("dense", "score", "sparse"),
+    dtypes=("float32", "bfloat16", "float16"),
+    launch=attend,
+    own_work=cost,
+    automatic_limit=AUTOMATIC_SCORES,
+    scaled=True,
+    paged=True,
+)

@@ -16,8 +16,6 @@ Work: 4 H flops per visible (row, key) pair. Traffic: each array once, and K and
 """
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +23,15 @@ from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gradient import differentiable
-from tessera.attention.kernel import Capability, Kernel
+from tessera.attention.kernel import Capability, Kernel, NoConfig
 
 AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
 """Rows per block of the plain JAX path. The scores of a block are B * N * ROWS * S numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """No fields: cuDNN chooses its own parameters."""
 
 
 def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: bool) -> tuple[Array, Array]:
@@ -82,7 +74,7 @@ def launch(
     spec: AttentionSpec,
     positions: Positions,
     selection: Selection | None,
-    config: Config,
+    config: NoConfig,
 ) -> AttentionOut:
     """Compute out = softmax(scale q k^T) v and lse over the visible keys, both differentiable in q, k and v."""
     lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
@@ -90,7 +82,7 @@ def launch(
 
 
 def attend(
-    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: Config
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: NoConfig
 ) -> AttentionOut:
     """Run the call; kv_len and q_len must lie within the arrays.
 
@@ -138,31 +130,6 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     return None
 
 
-def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Return the only config."""
-    return Config()
-
-
-def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield the only config."""
-    yield Config()
-
-
-KERNELS: tuple[Kernel, ...] = (
-    Kernel(
-        name="gpu_cudnn_dense",
-        platform="gpu",
-        role="dense",
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=supports,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.prefill,
-        capability=AMPERE,
-        library="cuDNN",
-    ),
+KERNELS = (
+    Kernel(name="gpu_cudnn_dense", dtypes=DTYPES, supports=supports, launch=launch, capability=AMPERE, library="cuDNN"),
 )
-"""The module's only kernel."""

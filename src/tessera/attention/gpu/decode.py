@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
 from tessera.attention.gpu.decode_copies import (
     Place,
@@ -64,7 +63,7 @@ from tessera.attention.gpu.warpgroup import (
     whole_lines,
 )
 from tessera.attention.gradient import differentiable_decode
-from tessera.attention.kernel import Kernel, distinct
+from tessera.attention.kernel import distinct, family, role_of
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 
@@ -261,10 +260,10 @@ def call(cut: Cut, config: Config):
     )
 
 
-def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
+def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the whole call: compute partial results, then merge them."""
     shapes = kv.shapes(q, selection)
-    cut = cut_call(role, spec, shapes, config)
+    cut = cut_call(spec, shapes, config)
     # TMA copies 8 rows at a time. K and V with S a multiple of 8, and q with G up to 8, are not copied here.
     k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
@@ -273,7 +272,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     scales = () if kv.scales is None else (padded(kv.scales) if kv.pages is None else kv.scales,)
     table = () if kv.pages is None else (kv.pages,)
     partial = call(cut, config)(*positions, rows, k, v, *lists, *scales, *table)
-    if role == "score":
+    if cut.role == "score":
         out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
     else:
         (out, lse), mass = merge_splits(*partial, q.dtype), None
@@ -285,16 +284,16 @@ dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
-def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call in one role; with `role` bound, this function is `Kernel.launch`."""
-    if role == "dense" and kv.scales is None and kv.pages is None:
+def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
+    """Run the call; `dense` runs those that it can, because it alone is differentiable."""
+    if role_of(spec, kv.shapes(q, selection)) == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
-    return attend(role, q, kv, spec, positions, selection, config)
+    return attend(q, kv, spec, positions, selection, config)
 
 
-def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     """Return the sizes of the call under this config."""
-    return Cut(role, spec, shapes, config.block_s, config.splits)
+    return Cut(role_of(spec, shapes), spec, shapes, config.block_s, config.splits)
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
@@ -321,8 +320,9 @@ def resident(cut: Cut, config: Config) -> int:
     return MULTIPROCESSORS * max(min(by_memory, by_registers), 1)
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
+    role = role_of(spec, shapes)
     if shapes.scaled and shapes.dtype != "bfloat16":
         return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"
     if shapes.head_dim not in (64, 128, 256):
@@ -336,56 +336,48 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     return page_refusal(shapes)
 
 
-def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose stages and splits: two or three thread blocks per multiprocessor (one at head_dim=256), each with at least
     64 KB of keys and values in flight (48 KB if they are int8).
 
     A single sequence gets as many splits as can run at once. A batch, whose lengths may differ, gets at least one split
     per UNEVEN_KEYS keys. A split has at least about four blocks of keys.
     """
-    stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
+    stages = {64: 4, 128: 2 if spec.mass else 3, 256: 2}[shapes.head_dim]
     if shapes.scaled:
         stages = {64: 6, 128: 3, 256: 2}[shapes.head_dim]
     config = Config(block_s=64, stages=stages, splits=1)
     listed = shapes.num_keys if shapes.capacity is None else min(shapes.capacity * spec.tile, shapes.num_keys)
     keys = listed if spec.window is None else min(listed, spec.window + config.block_s)
-    cut = cut_call(role, spec, shapes, config)
+    cut = cut_call(spec, shapes, config)
     runs = shapes.batch * shapes.num_kv_heads * cut.parts
     splits = max(resident(cut, config) // runs, ceil_div(keys, UNEVEN_KEYS) if shapes.batch > 1 else 1)
     return replace(config, splits=max(min(splits, ceil_div(keys, 4 * config.block_s)), 1))
 
 
-def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     """Yield stages, block sizes and splits around the default that fit in registers and shared memory."""
-    best = default_config(role, spec, shapes)
+    best = default_config(spec, shapes)
     splits = (max(best.splits // 2, 1), 2 * best.splits)
     for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):
-        cut = cut_call(role, spec, shapes, config)
-        # With sums of several units and a third stage, the compiler spills (found by `python -m lab study gpu-gates`).
-        spills = role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
+        cut = cut_call(spec, shapes, config)
+        # With sums of several units and a third stage, the compiler spills (found by `tessera study gpu-gates`).
+        spills = cut.role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
         fits = shared_bytes(cut, config) <= SHARED_BYTES and not spills
         if fits and (shapes.head_dim, config.block_s) in THREAD_REGISTERS:
             yield config
 
 
-def _kernel(role: str) -> Kernel:
-    return Kernel(
-        name=f"gpu_decode_{role}",
-        platform="gpu",
-        role=role,
-        phase="decode",
-        dtypes=DTYPES,
-        supports=functools.partial(supports, role),
-        launch=functools.partial(launch, role),
-        Config=Config,
-        default_config=functools.partial(default_config, role),
-        search_space=functools.partial(search_space, role),
-        cost=functools.partial(work.decode, role),
-        capability=HOPPER,
-        scaled=True,
-        paged=True,
-    )
-
-
-KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
-"""Decode kernels for Hopper, one per role."""
+KERNELS = family(
+    "gpu_decode",
+    ("dense", "score", "sparse"),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    capability=HOPPER,
+    scaled=True,
+    paged=True,
+)

@@ -30,13 +30,12 @@ from jax.experimental.mosaic import gpu as mosaic
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
 from tessera.attention.gpu.warpgroup import HOPPER, LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import family
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
@@ -229,19 +228,14 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield config
 
 
-KERNELS = (
-    Kernel(
-        name="gpu_keys_sparse",
-        platform="gpu",
-        role="sparse",
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=supports,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.sparse_prefill,
-        capability=HOPPER,
-    ),
+KERNELS = family(
+    "gpu_keys",
+    ("sparse",),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    capability=HOPPER,
 )

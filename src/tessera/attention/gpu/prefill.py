@@ -34,7 +34,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import int8_keys
@@ -56,7 +55,7 @@ from tessera.attention.gpu.warpgroup import (
     whole_lines,
 )
 from tessera.attention.gradient import differentiable
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import family
 from tessera.attention.online_softmax import FLOOR, LN_2
 from tessera.core.shapes import ceil_div, round_up
 
@@ -292,7 +291,7 @@ dense = differentiable(attend_to_floats, gpu_backward.gradients)
 """Dense prefill with a gradient, which `gpu.backward` computes."""
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
@@ -300,10 +299,10 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"
     if shapes.scaled and shapes.head_dim == 256:
         return "head_dim=256 must be at most 128 with int8 keys: converting them takes registers that the products need"
-    if role == "score" and spec.tile < 16:
+    if spec.mass and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
-    if role == "score" and shapes.head_dim == 256 and tight:
+    if spec.mass and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
         return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without a softcap or window"
     return page_refusal(shapes, ROWS if shapes.scaled else LEAST_KEYS)
@@ -349,23 +348,16 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield config
 
 
-def _kernel(role: str) -> Kernel:
-    return Kernel(
-        name=f"gpu_prefill_{role}",
-        platform="gpu",
-        role=role,
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=functools.partial(supports, role),
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.prefill,
-        capability=HOPPER,
-        scaled=True,
-        paged=True,
-    )
-
-
-KERNELS = (_kernel("dense"), _kernel("score"))
+KERNELS = family(
+    "gpu_prefill",
+    ("dense", "score"),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    capability=HOPPER,
+    scaled=True,
+    paged=True,
+)

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import int8_keys, sparse_rows
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, row_scales
@@ -39,7 +38,7 @@ from tessera.attention.gpu.pages import page_refusal, places
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
 from tessera.attention.gpu.warpgroup import HOPPER, ROWS, SHARED_BYTES, per_row, whole_lines
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import family
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
@@ -258,21 +257,16 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield config
 
 
-KERNELS = (
-    Kernel(
-        name="gpu_prefill_sparse",
-        platform="gpu",
-        role="sparse",
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=supports,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.sparse_prefill,
-        capability=HOPPER,
-        scaled=True,
-        paged=True,
-    ),
+KERNELS = family(
+    "gpu_prefill",
+    ("sparse",),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    capability=HOPPER,
+    scaled=True,
+    paged=True,
 )

@@ -35,10 +35,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
 from tessera.attention.gradient import differentiable_decode
-from tessera.attention.kernel import Kernel, distinct
+from tessera.attention.kernel import distinct, family, role_of
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu import pages
 from tessera.attention.tpu.decode_blocks import (
@@ -266,10 +265,10 @@ def body(*refs, cut: Cut):
             finish(refs, cut, index)
 
 
-def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
+def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the whole call: lay out q as rows per KV head, launch the kernel once, and merge the splits."""
     shapes = kv.shapes(q, selection)
-    cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    cut = cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     rows = jnp.where(
         (positions.q_len > 0)[:, None, None, None], q[:, 0].reshape(cut.batch, cut.kv_heads, -1, cut.head_dim), 0
     )
@@ -296,11 +295,11 @@ dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
-def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call in one role; with `role` bound, this function is `Kernel.launch`."""
-    if role == "dense" and kv.scales is None and kv.pages is None:
+def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
+    """Run the call; `dense` runs those that it can, because it alone is differentiable."""
+    if role_of(spec, kv.shapes(q, selection)) == "dense" and kv.scales is None and kv.pages is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
-    return attend(role, q, kv, spec, positions, selection, config)
+    return attend(q, kv, spec, positions, selection, config)
 
 
 def call(cut: Cut, out_dtype, dtype):
@@ -374,8 +373,9 @@ def chip() -> tuple[int, int]:
     return info.num_cores, info.vmem_capacity_bytes
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
+    role = role_of(spec, shapes)
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
     if role != "dense" and spec.tile < 16:
@@ -383,7 +383,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     return pages.refusal(shapes, in_rows=False)
 
 
-def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Choose up to 8 KV heads per grid step and about COPY_BYTES of K per block, or twice that in the sparse role.
 
     The cores of a chip share the groups of heads if each core gets equally many. Otherwise they share the splits of
@@ -392,55 +392,47 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     cores = chip()[0]
     most = min(8, max(shapes.num_kv_heads // cores, 1))
     heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
-    lanes = cut_call(role, spec, shapes, LANES, 1, 1).lanes
+    lanes = cut_call(spec, shapes, LANES, 1, 1).lanes
     width = shapes.head_dim if lanes else round_up(shapes.head_dim, LANES)
     per_key = heads * width * (1 if shapes.scaled else jnp.dtype(shapes.dtype).itemsize)
-    block_s = min(max(1 << (COPY_BYTES * (1 + (role == "sparse")) // per_key).bit_length() - 1, LANES), 4096)
+    block_s = min(max(1 << (COPY_BYTES * (1 + (shapes.capacity is not None)) // per_key).bit_length() - 1, LANES), 4096)
     shared = shapes.num_kv_heads // heads % cores == 0
-    return Config(block_s=block_s, block_heads=heads, splits=1 if shared or role == "score" else cores)
+    return Config(block_s=block_s, block_heads=heads, splits=1 if shared or spec.mass else cores)
 
 
-def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     """Yield block sizes, heads and splits around the default."""
-    best = default_config(role, spec, shapes)
+    best = default_config(spec, shapes)
     axes = {
         "block_s": [max(best.block_s * times // 4, LANES) for times in (1, 2, 4, 8)],
         "block_heads": [max(best.block_heads // parts, 1) for parts in (1, 2, 4)],
         "splits": (1, 2, 4),
     }
-    return distinct(best, axes, lambda c: cut_call(role, spec, shapes, c.block_s, c.block_heads, c.splits))
+    return distinct(best, axes, lambda c: cut_call(spec, shapes, c.block_s, c.block_heads, c.splits))
 
 
-def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
+def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
     """Count runs of each named scope, and HBM bytes.
 
     The counts assume that sequences and lists are full, and that each copy of a sparse call brings one listed tile.
     """
-    cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    cut = cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)
-    lo, hi = (0, listed) if role == "sparse" else (start, shapes.num_keys)
+    lo, hi = (0, listed) if cut.role == "sparse" else (start, shapes.num_keys)
     return count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
 
 
-def _kernel(role: str) -> Kernel:
-    return Kernel(
-        name=f"tpu_decode_{role}",
-        platform="tpu",
-        role=role,
-        phase="decode",
-        dtypes=DTYPES,
-        supports=functools.partial(supports, role),
-        launch=functools.partial(launch, role),
-        Config=Config,
-        default_config=functools.partial(default_config, role),
-        search_space=functools.partial(search_space, role),
-        cost=functools.partial(work.decode, role),
-        executions=functools.partial(executions, role),
-        scaled=True,
-        paged=True,
-    )
-
-
-KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
-"""Decode kernels for TPU, one per role."""
+KERNELS = family(
+    "tpu_decode",
+    ("dense", "score", "sparse"),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    executions=executions,
+    scaled=True,
+    paged=True,
+)

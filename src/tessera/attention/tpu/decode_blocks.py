@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import role_of
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.visibility import decode_range
 from tessera.core.shapes import ceil_div, round_up
@@ -109,8 +110,9 @@ class Cut(NamedTuple):
         return ceil_div(ceil_div(self.num_keys, self.spec.tile), LANES)
 
 
-def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int, splits: int) -> Cut:
+def cut_call(spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int, splits: int) -> Cut:
     """Clip the block sizes to the call and round them to what the copies and mass sums need."""
+    role = role_of(spec, shapes)
     kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
     stored = round_up(shapes.num_keys, LANES if shapes.scaled else PACKED)

@@ -36,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gradient import differentiable
-from tessera.attention.kernel import Kernel, distinct
+from tessera.attention.kernel import distinct, family
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu import pages, prefill_pages
@@ -345,11 +345,11 @@ dense = differentiable(attend, gradients)
 """Dense prefill, differentiable in q, k and v."""
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
-    if (reason := pages.refusal(shapes, in_rows=True)) is not None or role == "dense":
+    if (reason := pages.refusal(shapes, in_rows=True)) is not None or not spec.mass:
         return reason
     if spec.tile not in (16, 32, 64, 128):
         return f"tile={spec.tile} must be 16, 32, 64 or 128: the kernel sums masses over 16 keys or more"
@@ -409,23 +409,16 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
 
 
-def _kernel(role: str) -> Kernel:
-    return Kernel(
-        name=f"tpu_prefill_{role}",
-        platform="tpu",
-        role=role,
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=functools.partial(supports, role),
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.prefill,
-        executions=executions,
-        scaled=True,
-        paged=True,
-    )
-
-
-KERNELS = (_kernel("dense"), _kernel("score"))
+KERNELS = family(
+    "tpu_prefill",
+    ("dense", "score"),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    executions=executions,
+    scaled=True,
+    paged=True,
+)

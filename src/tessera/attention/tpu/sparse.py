@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.kernel import Kernel, distinct
+from tessera.attention.kernel import distinct, family
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.tpu import pages
 from tessera.attention.tpu.matrix_unit import dot, widen
@@ -421,21 +421,16 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
 
 
-KERNELS = (
-    Kernel(
-        name="tpu_prefill_sparse",
-        platform="tpu",
-        role="sparse",
-        phase="prefill",
-        dtypes=DTYPES,
-        supports=supports,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.sparse_prefill,
-        executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
-        scaled=True,
-        paged=True,
-    ),
+KERNELS = family(
+    "tpu_prefill",
+    ("sparse",),
+    dtypes=DTYPES,
+    supports=supports,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
+    scaled=True,
+    paged=True,
 )

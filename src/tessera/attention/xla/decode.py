@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import paging, work
+from tessera.attention import paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import differentiable, row_gradients
 from tessera.attention.kernel import Kernel
@@ -388,25 +388,16 @@ def take_scales(scales: Float[Array, "B K 2 S"], start_BKP: Int32[Array, "B K P"
     return taken.reshape(*scales.shape[:3], -1)
 
 
-def _kernel(role: str, launch) -> Kernel:
-    return Kernel(
+KERNELS = tuple(
+    Kernel(
         name=f"xla_decode_{role}",
-        platform="any",
-        role=role,
-        phase="decode",
         dtypes=DTYPES,
         launch=launch,
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=functools.partial(work.decode, role),
         scaled=True,
         paged=True,
     )
-
-
-KERNELS: tuple[Kernel, ...] = (
-    _kernel("dense", launch_dense),
-    _kernel("score", launch_score),
-    _kernel("sparse", launch_sparse),
+    for role, launch in (("dense", launch_dense), ("score", launch_score), ("sparse", launch_sparse))
 )

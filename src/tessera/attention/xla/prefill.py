@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import paging, work
+from tessera.attention import paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel
@@ -398,21 +398,16 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield Config(block_t=max(rows // groups, 1), block_s=block_s)
 
 
-def _kernel(role: str, launch) -> Kernel:
-    return Kernel(
+KERNELS = tuple(
+    Kernel(
         name=f"xla_prefill_{role}",
-        platform="any",
-        role=role,
-        phase="prefill",
         dtypes=DTYPES,
         launch=launch,
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=work.prefill,
         scaled=True,
         paged=True,
     )
-
-
-KERNELS = (_kernel("dense", launch_dense), _kernel("score", launch_score))
+    for role, launch in (("dense", launch_dense), ("score", launch_score))
+)

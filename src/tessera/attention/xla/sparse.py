@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import paging, work
+from tessera.attention import paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import family
 from tessera.attention.online_softmax import (
     absorb,
     blank,
@@ -251,19 +251,14 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield Config(block_s=block_s, mask_s=mask_s)
 
 
-KERNELS = (
-    Kernel(
-        name="xla_prefill_sparse",
-        platform="any",
-        role="sparse",
-        phase="prefill",
-        dtypes=DTYPES,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        cost=work.sparse_prefill,
-        scaled=True,
-        paged=True,
-    ),
+KERNELS = family(
+    "xla_prefill",
+    ("sparse",),
+    dtypes=DTYPES,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    scaled=True,
+    paged=True,
 )
