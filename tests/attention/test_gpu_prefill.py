@@ -14,7 +14,7 @@ import pytest
 from tessera.attention import oracle
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
-from tessera.attention.gpu import block_ranges, prefill_rows
+from tessera.attention.gpu import block_ranges
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.workloads import Workload
 from tessera.deviceless.compiler import attention_program
@@ -57,7 +57,7 @@ def check(kernel, workload, config, dtype="bfloat16"):
 )
 def test_every_order_of_products(overlap, turns, stages):
     """Key ranges have more blocks than the pipeline has stages, and are masked at one end or both."""
-    config = prefill_rows.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
+    config = gpu_prefill.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
     check(DENSE, WINDOW if turns else LONG, config)
 
 
@@ -73,7 +73,7 @@ def test_padding_changes_nothing_bit_for_bit():
     call = calls.make(ragged, "dense", "bfloat16")
     assert np.isnan(call.k.astype(np.float32)).any()
     finite = call._replace(**{x: np.nan_to_num(getattr(call, x).astype(np.float32), nan=7.0) for x in "qkv"})
-    a, b = (calls.run(DENSE, x, "bfloat16", prefill_rows.Config(block_s=64)) for x in (call, finite))
+    a, b = (calls.run(DENSE, x, "bfloat16", gpu_prefill.Config(block_s=64)) for x in (call, finite))
     assert np.array_equal(a.out, b.out)
     assert np.array_equal(a.lse, b.lse)
     assert np.all(a.out[0, 60:] == 0)
@@ -91,9 +91,9 @@ def test_padding_changes_nothing_bit_for_bit():
 def test_chunks_of_queries_change_nothing(workload, monkeypatch):
     """Tiles are wider than a block and query tiles not aligned for TMA; two chunks give the same bits as one."""
     workload = dataclasses.replace(workload, num_queries=400, q_start=(90,), q_len=(395,))
-    config = prefill_rows.Config(block_s=64)
+    config = gpu_prefill.Config(block_s=64)
     whole = check(SCORE, workload, config)
-    cut = prefill_rows.Cut(workload.role_spec("score"), config, 2, 500, 64, "bfloat16")
+    cut = gpu_prefill.Cut(workload.role_spec("score"), config, 2, 500, 64, "bfloat16")
     monkeypatch.setattr(gpu_prefill, "BITS", 384 * 2 * cut.units)
     assert gpu_prefill.chunk_rows(1, 400, 2, cut) == 384
     calls.compiled.cache_clear()
@@ -107,7 +107,7 @@ def test_scratch_is_bounded():
     """A chunk's scratch exceeds neither q's size nor BITS, unless the chunk is a single block of 128 rows."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=True)
     for num_queries, num_keys in ((4096, 4096), (131072, 131072), (100, 131072)):
-        cut = prefill_rows.Cut(spec, prefill_rows.Config(), 4, num_keys, 128, "bfloat16")
+        cut = gpu_prefill.Cut(spec, gpu_prefill.Config(), 4, num_keys, 128, "bfloat16")
         rows = gpu_prefill.chunk_rows(1, num_queries, 32, cut)
         assert rows % 128 == 0
         bound = min(gpu_prefill.BITS, num_queries * 32 * 128)
@@ -118,7 +118,7 @@ def test_query_tiles_of_a_chunk_fit_the_grid():
     """Query tiles lie along CUDA's second grid axis, whose limit is 65,535; chunks are cut to stay within it."""
     for query_tile, num_queries, num_keys in ((1, 1 << 18, 1 << 12), (7, 1 << 20, 1 << 12), (32, 1 << 23, 1 << 12)):
         spec = AttentionSpec(tile=128, query_tile=query_tile, causal=False, mass=True)
-        cut = prefill_rows.Cut(spec, prefill_rows.Config(), 1, num_keys, 128, "bfloat16")
+        cut = gpu_prefill.Cut(spec, gpu_prefill.Config(), 1, num_keys, 128, "bfloat16")
         rows = gpu_prefill.chunk_rows(1, num_queries, 1, cut)
         assert rows % 128 == rows % query_tile == 0
         assert 30000 < rows // query_tile <= 65535
@@ -255,10 +255,10 @@ def test_what_it_cannot_do_is_refused():
     assert "tile=1" in SCORE.refusal(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
     assert "float32" in DENSE.refusal(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
     with pytest.raises(ValueError, match="block_s=96"):
-        prefill_rows.Config(block_s=96)
+        gpu_prefill.Config(block_s=96)
 
 
-CONFIG = prefill_rows.Config(block_s=64)
+CONFIG = gpu_prefill.Config(block_s=64)
 
 
 def test_ranges_of_blocks_against_brute_force():

@@ -12,8 +12,8 @@ from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import keys as gpu_keys
 from tessera.attention.gpu import sparse as gpu_sparse
-from tessera.attention.gpu import sparse_blocks
-from tessera.attention.gpu.sparse_blocks import Config
+from tessera.attention.gpu import sparse_rows
+from tessera.attention.gpu.sparse_rows import Config
 from tessera.attention.gpu.warpgroup import SHARED_BYTES
 from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.gpu import compiler as gpu
@@ -118,20 +118,20 @@ def test_padding_is_cleared(monkeypatch):
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 37)])
 @pytest.mark.parametrize("tile", [1, 16, 128])
-def test_plan_is_what_the_rows_see(tile, causal, window):
-    """Compare the plan's range of visible units, and of units that all rows see in full, with every (row, key) pair."""
+def test_bounds_are_what_the_rows_see(tile, causal, window):
+    """Compare the range of visible units, and of units that all rows see in full, with every (row, key) pair."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=tile, query_tile=24, causal=causal, window=window)
     shapes = Shapes(4, 60, 700, 4, 1, 64, 9, "bfloat16")
-    cut = sparse_blocks.cut_call(spec, shapes, Config(block_s=64))
+    cut = sparse_rows.cut_call(spec, shapes, Config(block_s=64))
     q_start, kv_len, q_len = np.array([640, -10, 300, 0]), np.array([700, 690, 333, 0]), np.array([60, 60, 30, 0])
     tiles = np.sort(rng.permuted(np.tile(np.arange(-(-700 // tile))[: 40 * 9], (4, 1, 3, 1)), axis=-1)[..., :9], -1)
     count = rng.integers(0, tiles.shape[-1] + 1, (4, 1, 3))
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (q_start, kv_len, q_len)))
     selection = Selection(jnp.asarray(tiles, jnp.int32), jnp.asarray(count, jnp.int32))
-    plans = np.asarray(sparse_blocks.plan(selection, positions, cut))
+    bounds = np.asarray(sparse_rows.bounds_of(selection, positions, cut))
     for b, _, i in np.ndindex(4, 1, 3):
-        found = sparse_blocks.Plan(*plans[b, 0, i])
+        found = sparse_rows.ListBounds(*bounds[b, 0, i])
         rows = np.arange(i * 24, min((i + 1) * 24, q_len[b])) + q_start[b]
         first_keys = [t * tile + u for t in tiles[b, 0, i, : count[b, 0, i]] for u in range(0, tile, cut.unit)]
         keys = np.add.outer(np.array(first_keys, int), np.arange(cut.unit))[:, :, None]
@@ -209,7 +209,7 @@ def test_search_spaces_fit_shared_memory(head_dim, groups):
         spec = AttentionSpec(tile=tile, query_tile=query_tile)
         configs = list(gpu_sparse.search_space(spec, shapes))
         assert gpu_sparse.default_config(spec, shapes) in configs
-        assert all(sparse_blocks.cut_call(spec, shapes, c).smem_bytes <= SHARED_BYTES for c in configs)
+        assert all(sparse_rows.cut_call(spec, shapes, c).smem_bytes <= SHARED_BYTES for c in configs)
 
 
 @pytest.mark.parametrize(

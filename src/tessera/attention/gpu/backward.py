@@ -99,31 +99,31 @@ class Inputs(NamedTuple):
 class RowRefs(NamedTuple):
     """Output, shared memory and barriers of the dq kernel."""
 
-    dq: Any
-    q_smem: Any
-    d_out_smem: Any
-    k_smem: Any
+    dq: Any  # [B, T, N, H]
+    q_smem: Any  # [2, 64, H]: each compute warpgroup's rows of q and, at the end, of dq
+    d_out_smem: Any  # likewise
+    k_smem: Any  # [STAGES, STEP, H]
     v_smem: Any
-    rows_full: Any
-    full: Any
-    free: Any
+    rows_full: Any  # barrier [2]
+    full: Any  # barrier [STAGES]: a step's keys and values have landed
+    free: Any  # barrier [STAGES]: both compute warpgroups have read them
 
 
 class KeyRefs(NamedTuple):
     """Outputs, shared memory and barriers of the dk and dv kernel."""
 
-    dk: Any
+    dk: Any  # [B, K, S, H]
     dv: Any
-    k_smem: Any
+    k_smem: Any  # [keys, H]: the thread block's keys and, at the end, dk
     v_smem: Any
-    q_smem: Any
+    q_smem: Any  # [STAGES, STEP, H]
     d_out_smem: Any
-    lse_smem: Any
+    lse_smem: Any  # [STAGES, STEP]
     delta_smem: Any
-    keys_full: Any
-    full: Any
-    free: Any
-    read: Any
+    keys_full: Any  # barrier
+    full: Any  # barrier [STAGES]: a step's rows have landed
+    free: Any  # barrier [STAGES]: both compute warpgroups have read them
+    read: Any  # barrier on which the compute warpgroups meet at the end
 
 
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
@@ -185,7 +185,7 @@ def stages_of(free, count: Array, issue) -> None:
         pl.when(c >= STAGES)(functools.partial(plgpu.barrier_wait, free.at[slot]))
         issue(c, slot)
 
-    def drain(c, _):
+    def drain(c, _):  # Pallas' interpreter wants every phase of a barrier observed
         plgpu.barrier_wait(free.at[jax.lax.rem(c, STAGES)])
 
     jax.lax.fori_loop(0, count, step, None)
@@ -196,7 +196,8 @@ def rows_body(*refs, cut: Cut):
     """Compute dq for 128 rows of one query head."""
     ins, mine = Inputs(*refs[: len(Inputs._fields)]), RowRefs(*refs[len(Inputs._fields) :])
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
-    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # run the thread blocks with the most keys first
+    # Later causal rows see more keys: run the longest thread blocks first, so that short ones fill the gaps at the end.
+    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK
     first = ins.q_start[b] + at
 
     def blocks_of():  # recomputed where needed, to save registers
@@ -236,12 +237,13 @@ def rows_body(*refs, cut: Cut):
             _, p = weights(s, per_row(lse, s), cut, mask)
             ds = p * (dp - per_row(delta, s))
             dq = accumulate(dq, ds.astype(cut.dtype), mine.k_smem.at[slot])
-            plgpu.barrier_arrive(mine.free.at[slot])
+            plgpu.barrier_arrive(mine.free.at[slot])  # keys serve two products, scores and dq: free after the second
             return dq
 
         dq = sweep(blocks, step, filled((ROWS, cut.head_dim), 0.0))
+        # q's memory is free: only this warpgroup read it, and its last product is done.
         q_smem[...] = (dq * scale_of(cut.spec, cut.head_dim)).astype(cut.dtype)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the copy reads through the async proxy, which sees threads' writes only after a fence
         plgpu.copy_smem_to_gmem(q_smem, mine.dq.at[b, rows, n])
         plgpu.wait_smem_to_gmem(0)
 
@@ -271,6 +273,7 @@ def keys_body(*refs, cut: Cut):
             rows = pl.ds((blocks.start + jax.lax.rem(c, count)) * STEP, STEP)
             for source, target in ((ins.q, mine.q_smem), (ins.d_out, mine.d_out_smem)):
                 plgpu.copy_gmem_to_smem(source.at[b, rows, n], target.at[slot], mine.full.at[slot])
+            # lse and delta run along columns here, so threads read them from shared memory, one number per column.
             for source, target in ((ins.lse, mine.lse_smem), (ins.delta, mine.delta_smem)):
                 plgpu.copy_gmem_to_smem(source.at[b, n, rows], target.at[slot], mine.full.at[slot])
 
@@ -281,6 +284,7 @@ def keys_body(*refs, cut: Cut):
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
+        # `shared`: both warpgroups compute the same scores of 64 keys, then each its own half of dk's and dv's columns.
         width = cut.head_dim // 2 if cut.shared else cut.head_dim
         own, columns = (0, pl.multiple_of(wg * width, width)) if cut.shared else (wg * ROWS, 0)
         keys, part = pl.ds(own, ROWS), pl.ds(columns, width)

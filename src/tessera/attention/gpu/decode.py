@@ -17,14 +17,16 @@ In the dense and score roles, a block holds block_s consecutive keys. In the spa
 copied from its place in the cache; ids ascend, so there, too, the row sees one range of a block's columns. In the score
 role, with scores y in bits (times log2(e)) and their running maximum m, the thread block also writes
 m + log2(sum of 2^(y - m)) per tile and query head. These numbers go to the *bank*, a small array [J, G] per KV head
-(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_mass`).
+(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_merge`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,22 +34,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
-from tessera.attention.gpu.decode_copies import (
-    Place,
-    Refs,
-    fetch,
-    locate,
-    name_refs,
-    places_of,
-    scales_of,
-    starts_of,
-)
-from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
-from tessera.attention.gpu.decode_splits import Cut, visible_columns
-from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, padded, per_column, store_scales, widen
-from tessera.attention.gpu.pages import page_refusal
-from tessera.attention.gpu.split_merge import merge_splits
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.gpu.decode_merge import merge_and_weigh, merge_splits, stored_units
+from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
+from tessera.attention.gpu.pages import page_refusal, places
 from tessera.attention.gpu.warpgroup import (
     HOPPER,
     ROW,
@@ -102,8 +93,85 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
+class Refs(NamedTuple):
+    """References of the kernel body: arrays in global memory, then shared memory and barriers."""
+
+    positions: Positions
+    q: Any  # [B, K, stored G, H]
+    k: Any  # [B, K, S, H], or a pool of pages
+    v: Any
+    tiles: Any  # [B, K, 1, C]; sparse only
+    count: Any  # [B, K, 1]; sparse only
+    scales: Any  # [B, K, 2, S]; int8 only
+    pages: Any  # [B, J]; only if k, v and scales are pools of pages, which have pages instead of sequences
+    out: Any  # [splits, B, K, stored G, H] float32
+    lse: Any  # likewise: lse in bits, repeated in every column
+    bank: Any  # [B, K, parts, units, rows] float32: log2 of each unit's sum of exponentials; score only
+    totals: Any  # [splits, B, K, parts, rows] float32: lse in bits, once per row; score only
+    q_block: Any = None  # [64, H]
+    k_block: Any = None  # [stages, block_s, H]
+    v_block: Any = None
+    out_block: Any = None  # [64, H] float32; out_block and lse_block share the memory of k_block and v_block
+    lse_block: Any = None
+    row_block: Any = None  # [2, units, 64] float32: sums on their way to the bank, for two blocks of keys; score only
+    q_landed: Any = None  # barrier
+    k_landed: Any = None  # barrier [stages]
+    v_landed: Any = None
+    k_wide: Any = None  # [block_s, H]: a block of int8 keys, converted for the product; int8 only
+    v_wide: Any = None
+    scale_block: Any = None  # [stages, 2, block_s]
+
+
+class Place(NamedTuple):
+    """Work of one thread block: the keys of one split (`run`) for up to 64 query heads (group `part`) of a KV head."""
+
+    split: Any
+    sequence: Any
+    head: Any
+    part: Any
+    run: Run
+
+
+def name_refs(refs: tuple, cut: Cut) -> Refs:
+    """Name the kernel's positional references."""
+    it, sparse, score = iter(refs), cut.role == "sparse", cut.role == "score"
+    positions = Positions(next(it), next(it), next(it))
+    paged = cut.shapes.page is not None
+    passed = (True, True, True, sparse, sparse, cut.shapes.scaled, paged, True, True, score, score)  # q to totals
+    return Refs(positions, *[next(it) if some else None for some in passed])
+
+
+def locate(refs: Refs, cut: Cut) -> Place:
+    split, sequence = jax.lax.axis_index("split"), jax.lax.axis_index("sequence")
+    head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
+    positions = Positions(*(x[sequence] for x in refs.positions))
+    listed = refs.count[sequence, head, 0] if cut.role == "sparse" else 0
+    return Place(split, sequence, head, part, find_run(cut, split, positions, listed))
+
+
+def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
+    return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
+
+
+def places_of(refs: Refs, cut: Cut, at: Place, block) -> list[tuple]:
+    starts = starts_of(refs, cut, at, block)
+    found = [places(refs.pages, at.sequence, start, cut.unit, cut.shapes.page) for start in starts]
+    return list(itertools.chain(*found))
+
+
+def fetch(refs: Refs, cut: Cut, at: Place, sources: list[tuple], slot) -> None:
+    """Start the copies of a block's keys and values from their places into buffer `slot`."""
+    for source, blocks, landed in ((refs.k, refs.k_block, refs.k_landed), (refs.v, refs.v_block, refs.v_landed)):
+        for i, (row, start) in enumerate(sources):
+            block = blocks.at[slot, pl.ds(i * cut.piece, cut.piece)]
+            plgpu.copy_gmem_to_smem(source.at[row, at.head, pl.ds(start, cut.piece)], block, landed.at[slot])
+
+
+def scales_of(refs: Refs, cut: Cut, at: Place, sources: list[tuple]) -> list:
+    return load_scales(refs.scales, at.head, sources, cut.piece) if cut.shapes.scaled else []
+
+
 def in_bits(z: Array, cut: Cut) -> Array:
-    """Return scores in bits, log2(e) * softcap(scale * z)."""
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
     if cap is None:
         return z * (scale * LOG2_E)
@@ -126,8 +194,10 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
     block = run.first + i
     lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
+    # Read tile ids, page tables and scales of the block to copy next before this block's products: they are loads from
+    # global memory, whose latency the products then hide.
     ahead = jnp.minimum(i + config.stages, run.count - 1)
-    ahead = places_of(refs, cut, at, run.first + ahead)  # read early: loads of tile ids and page tables take long
+    ahead = places_of(refs, cut, at, run.first + ahead)
     ahead_scales = scales_of(refs, cut, at, ahead)
 
     plgpu.barrier_wait(refs.k_landed.at[slot])
@@ -142,7 +212,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     l = l * alpha + functools.reduce(jnp.add, sums)  # noqa: E741
     acc = acc * per_row(alpha, acc)
     if cut.role == "score":
-        half = jax.lax.rem(i, jnp.int32(2))
+        half = jax.lax.rem(i, jnp.int32(2))  # the copy of block i - 1's sums may still read the other half
         for n, total in enumerate(sums):
             refs.row_block[half, n] = m + jnp.log(total) * LOG2_E
 
@@ -152,6 +222,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
         p = jnp.where(seen, p * per_column(refs.scale_block.at[slot], 1, p), 0.0)  # a hidden scale may be NaN
         acc = accumulate(acc, p.astype(refs.v_wide.dtype), refs.v_wide)
     else:
+        # Only blocks at the ends of the range hold values that no row sees; a branch is cheaper than a mask in each.
         pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
         acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
 
@@ -163,7 +234,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
             store_scales(ahead_scales, refs.scale_block.at[slot])
 
     if cut.role == "score":
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # the copy engine reads through the async proxy, which sees threads' writes only after this
         for n in range(cut.units):
             rows = refs.row_block.at[half, n, pl.ds(0, cut.rows)]
             plgpu.copy_smem_to_gmem(rows, refs.bank.at[at.sequence, at.head, at.part, block * cut.units + n])
@@ -182,7 +253,7 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
     if cut.role == "score":
         half = jax.lax.rem(at.run.count, jnp.int32(2))  # the other half may still be copied: the last block's sums
         refs.row_block[half, 0] = lse
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # out_block, lse_block and row_block, for the copies below
     if cut.role == "score":
         rows = refs.totals.at[at.split, at.sequence, at.head, at.part]
         plgpu.copy_smem_to_gmem(refs.row_block.at[half, 0, pl.ds(0, cut.rows)], rows)
@@ -204,7 +275,7 @@ def body(*refs, cut: Cut, config: Config):
         # Rows past G are out of bounds, which the copy engine fills with zeros.
         rows = named.q.at[at.sequence, at.head, pl.ds(at.part * ROWS, ROWS)]
         plgpu.copy_gmem_to_smem(rows, named.q_block, named.q_landed)
-        for i in range(config.stages):
+        for i in range(config.stages):  # fill every buffer; `absorb` refills one as soon as it has read it
 
             @pl.when(i < at.run.count)
             def _(i=i):
@@ -214,7 +285,7 @@ def body(*refs, cut: Cut, config: Config):
                     store_scales(scales_of(named, cut, at, sources), named.scale_block.at[i])
 
         state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
-        plgpu.barrier_wait(named.q_landed)
+        plgpu.barrier_wait(named.q_landed)  # here, after the copies of keys have started: all are in flight together
         step = functools.partial(absorb, named, cut, config, at)
         finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))
 
@@ -225,6 +296,7 @@ def body(*refs, cut: Cut, config: Config):
     wide = [plgpu.SMEM((cut.block_s, head_dim), dtype, transforms=line)] * 2 if scaled else []
     out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=swizzled(jnp.float32))
     landed = plgpu.Barrier(num_arrivals=cut.block_s // cut.piece, num_barriers=config.stages)
+    # The result is written once no block is in flight and no product reads one: it may take the blocks' memory.
     memory = {
         "q_block": plgpu.SMEM((ROWS, head_dim), dtype, transforms=line),
         "shared": plgpu.RefUnion([block, block, *wide], [out, out]),
@@ -292,7 +364,6 @@ def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Return the sizes of the call under this config."""
     return Cut(role_of(spec, shapes), spec, shapes, config.block_s, config.splits)
 
 

@@ -103,13 +103,15 @@ def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Call
         rows = valid(c)
         for which, (target, full, free) in enumerate(both):
             plgpu.barrier_wait(refs.landed.at[which])
+            # The copy went to `landing`, so only the conversion has to wait until the stage is handed back.
             pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
             dequantise(refs.landing.at[which], target.at[slot], without_padding(held[which], rows))
-            plgpu.barrier_arrive(full.at[slot])
+            plgpu.barrier_arrive(full.at[slot])  # after `dequantise`'s fence: products read the rows asynchronously
+            # `landing` has been read (the fence waits for all threads): the next block of K lands while V is converted.
             pl.when(c + 1 < count)(functools.partial(copy, c + 1, which))
         return ahead
 
-    def drain(c, _):
+    def drain(c, _):  # Pallas' interpreter wants every phase of a barrier observed
         for *_, free in both:
             plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
 

@@ -32,8 +32,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
-from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
-from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
+from tessera.attention.gpu.sparse_rows import NEVER, Config, Cut, Item, Refs, blocks_of, cut_call, read, token_of
 from tessera.attention.gpu.warpgroup import HOPPER, LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
 from tessera.attention.kernel import family
 
@@ -138,7 +137,7 @@ def wait_for_copies(left: int) -> None:
 
     if not simulated():
         wait()
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # cp.async writes through the threads' proxy; products read through the async proxy
 
 
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
@@ -163,10 +162,11 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
         @pl.when(c >= ahead)
         def before():
-            wait_for_copies(ahead)
+            wait_for_copies(ahead)  # groups complete in order: the oldest block, c - ahead, has landed
             announce(c - ahead)
 
     jax.lax.fori_loop(0, stop, block_step, None)
+    # The last `ahead` blocks are still in flight; then drain (Pallas' interpreter wants every phase observed).
     wait_for_copies(0)
     jax.lax.fori_loop(jnp.maximum(stop - ahead, 0), stop, announce, None)
     jax.lax.fori_loop(jnp.maximum(stop - cut.stages, 0), stop, wait_free, None)

@@ -27,6 +27,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -40,29 +42,306 @@ from tessera.attention.gpu import int8_keys
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, padded, row_scales
-from tessera.attention.gpu.pages import LEAST_KEYS, page_refusal, places
-from tessera.attention.gpu.prefill_rows import BLOCK_T, Config, Cut, Item, Refs, Rows
+from tessera.attention.gpu.pages import LEAST_KEYS, page_refusal, piece_of, places
 from tessera.attention.gpu.warpgroup import (
     COMPUTE_REGISTERS,
     FETCH_REGISTERS,
     HOPPER,
+    LINE_BYTES,
     ROW,
     ROWS,
     SHARED_BYTES,
     WARPGROUPS,
+    accumulate,
+    both_products,
     filled,
+    per_row,
+    scores,
     swizzled,
+    tanh,
     whole_lines,
 )
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import family
-from tessera.attention.online_softmax import FLOOR, LN_2
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 BITS = 1 << 27
 """Maximum number of float32 values in `Refs.bits` per launch in the score role: 512 MiB."""
+BLOCK_T = WARPGROUPS * ROWS
+"""Query rows per thread block."""
+LINE = LINE_BYTES // 2
+"""16-bit numbers per swizzled line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes.
+
+    Attributes:
+        block_s: keys per block in shared memory: 64 or 128.
+        stages: blocks of K, and of V, that shared memory holds.
+        overlap: whether the tensor core still multiplies a block's weights and values while the next block's scores
+            are turned into weights.
+        turns: whether the two warpgroups take turns at the tensor core.
+    """
+
+    block_s: int = 128
+    stages: int = 2
+    overlap: bool = True
+    turns: bool = True
+
+    def __post_init__(self):
+        if self.block_s not in (64, 128):
+            raise ValueError(f"block_s={self.block_s} must be 64 or 128")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+
+class Refs(NamedTuple):
+    """References of the kernel body: arrays in global memory, then shared memory and barriers."""
+
+    q_start: Any  # [B]
+    kv_len: Any
+    q_len: Any
+    skipped: Any  # [1]: the first row of q that this launch computes
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, K, S, H]
+    v: Any
+    scales: Any  # [B, K, 2, S]; int8 only, as landing and landed
+    pages: Any  # [B, J]; only if k, v and scales are pools of pages, which have pages instead of sequences
+    out: Any  # [B, rows, N, H]
+    lse: Any  # [B, N, rows], in bits
+    bits: Any  # [B, N, units, rows]: log2 of each unit's sum of exponentials; score only
+    q_smem: Any  # [2, 64, H]: each compute warpgroup's rows of q and, at the end, of out
+    k_smem: Any  # [stages, block_s, H]
+    v_smem: Any
+    q_full: Any  # barrier [2]: q has landed
+    k_full: Any  # barrier [stages]: a block of K has landed
+    v_full: Any
+    k_free: Any  # barrier [stages]: both compute warpgroups have read a block of K
+    v_free: Any
+    turn: Any  # barrier on which the compute warpgroups meet to take turns
+    zeroed: Any  # barrier: values past kv_len are zeroed
+    landing: Any  # [2, block_s, H]: a block of K and one of V as int8
+    landed: Any  # barrier [2]: a block of int8 K, of int8 V, has landed
+
+
+class Cut(NamedTuple):
+    """Static sizes of a launch."""
+
+    spec: AttentionSpec
+    config: Config
+    groups: int  # query heads per KV head
+    num_keys: int
+    head_dim: int
+    dtype: str  # of q
+    scaled: bool = False  # keys are int8
+    page: int | None = None  # positions per page
+
+    @property
+    def piece(self) -> int:
+        """Keys per copy: a block, or as much of a block as lies in one page."""
+        return piece_of(self.config.block_s, self.page)
+
+    @property
+    def unit(self) -> int:
+        """Number of keys whose mass is one number: a tile, or as much of a tile as fits in one block."""
+        return min(self.spec.tile, self.config.block_s)
+
+    @property
+    def units(self) -> int:
+        """Number of units (see `unit`) in `bits`: those of all key blocks, rounded up to a multiple of `mass.UNITS`."""
+        return round_up(round_up(self.num_keys, self.config.block_s) // self.unit, gpu_mass.UNITS)
+
+
+class Item(NamedTuple):
+    """Work of one thread block: sequence b, query head n, KV head h; first row, in this launch (at) and in q (row)."""
+
+    b: Array
+    n: Array
+    h: Array
+    at: Array
+    row: Array
+
+
+class Rows(NamedTuple):
+    """The 64 rows of compute warpgroup `wg`, with methods that update their online-softmax state (m, l, acc)."""
+
+    refs: Refs
+    item: Item
+    wg: Array
+    start: Array  # the first block of the range
+    cut: Cut
+
+    def slot(self, c: Array) -> Array:
+        return jax.lax.rem(c - self.start, self.cut.config.stages)
+
+    def position(self) -> Array:
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        return row + (self.refs.q_start[self.item.b] + self.item.row + self.wg * ROWS)
+
+    def take_turn(self) -> None:
+        """Wait for the other warpgroup: the two alternate between issuing products and computing weights."""
+        if self.cut.config.turns:
+            plgpu.barrier_arrive(self.refs.turn)
+            plgpu.barrier_wait(self.refs.turn)
+
+    def masked(self, c: Array, state: tuple) -> tuple:
+        refs, slot = self.refs, self.slot(c)
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if not self.cut.scaled:  # the fetching warpgroup clears int8 values
+            self.clear_values(c)  # before the scores, while registers are free
+        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
+        plgpu.barrier_arrive(refs.k_free.at[slot])  # `scores` has waited for the product: nothing reads K any more
+        m, l, alpha, p = self.weigh(s, c, *state[:2], masked=True)  # noqa: E741
+        acc = accumulate(state[2] * per_row(alpha, state[2]), p.astype(self.cut.dtype), refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def plain(self, c: Array, state: tuple) -> tuple:
+        """Absorb key block c, which every row sees in full: scores, weights and values one after the other."""
+        refs, slot = self.refs, self.slot(c)
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        # The other warpgroup may issue its product once this one is issued, not once it is done.
+        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        m, l, alpha, p = self.weigh(s, c, *state[:2])  # noqa: E741
+        acc = state[2] * per_row(alpha, state[2])
+        # Keep the compiler from moving this vector work past the turn, where it would delay the other warpgroup.
+        acc, m, l, p = jax.lax.optimization_barrier((acc, m, l, p.astype(self.cut.dtype)))  # noqa: E741
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        self.take_turn()
+        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
+        """Absorb key blocks [first, stop), at least one, with overlap (see `Config`); every row sees them in full."""
+        refs, wg = self.refs, self.wg
+        plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
+        s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
+        m, l, alpha, p = self.weights(s, first, *state[:2])  # noqa: E741
+        acc = state[2] * per_row(alpha, state[2])
+        self.take_turn()
+
+        def round_of(c, carry):
+            (m, l, acc), p = carry  # noqa: E741
+            slot, before = self.slot(c), self.slot(c - 1)
+            # The values of a block are multiplied one round after its scores, so V is awaited and handed back one block
+            # behind K. That is why K and V have barriers of their own.
+            plgpu.barrier_wait(refs.k_full.at[slot])
+            plgpu.barrier_wait(refs.v_full.at[before])
+
+            def weights(s):
+                return self.weights(s, c, m, l)
+
+            acc, (m, l, alpha, p) = both_products(  # noqa: E741
+                refs.q_smem.at[wg], refs.k_smem.at[slot], acc, p, refs.v_smem.at[before], weights, self.take_turn
+            )
+            plgpu.barrier_arrive(refs.v_free.at[before])
+            # alpha belongs to block c, whose values are not in acc yet, so it scales acc after the sum of block c - 1.
+            acc = acc * per_row(alpha, acc)
+            # Round only now: until here the tensor core reads the registers that receive the rounded weights.
+            p = jax.lax.optimization_barrier(p.astype(self.cut.dtype))
+            self.take_turn()
+            return (m, l, acc), p
+
+        carry = (m, l, acc), p.astype(self.cut.dtype)
+        (m, l, acc), p = jax.lax.fori_loop(first + 1, stop, round_of, carry)  # noqa: E741
+        slot = self.slot(stop - 1)  # the last block's weights still lack their values
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
+        """Hand back the stage of block c's keys, because its scores s are computed; then `weigh` s."""
+        plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
+        return self.weigh(s, c, m, l)
+
+    def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
+        """Run a softmax update with the scores s of block c: return new m, new l, the factor on acc, and the weights.
+
+        In the score role, also write `bits`.
+        """
+        cut = self.cut
+        s, factor = in_bits(s, cut)
+        s = self.hide(s, c) if masked else s
+        new_m = jnp.maximum(m, s.max(1) * factor)
+        alpha = jnp.exp2(m - new_m)
+        p = jnp.exp2(s * factor - per_row(new_m, s))
+        if not cut.spec.mass:
+            return new_m, l * alpha + p.sum(1), alpha, p
+        units, item = cut.config.block_s // cut.unit, self.item
+        # The row's sum is the sum of the units' sums, so the score role adds no pass over p.
+        sums = [p[:, n * cut.unit : (n + 1) * cut.unit].sum(1) for n in range(units)]
+        rows = pl.ds(item.at + self.wg * ROWS, ROWS)
+        for n, total in enumerate(sums):
+            self.refs.bits[item.b, item.n, c * units + n, rows] = new_m + jnp.log(total) * LOG2_E
+        return new_m, l * alpha + functools.reduce(jnp.add, sums), alpha, p
+
+    def hide(self, s: Array, c: Array) -> Array:
+        """Set the scores [64,X] of block c to -inf where a row does not see a key."""
+        start, spec = c * self.cut.config.block_s, self.cut.spec
+        key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        stop = self.refs.kv_len[self.item.b]
+        if not spec.causal:
+            return jnp.where(key < stop - start, s, -jnp.inf)
+        row = self.position()
+        # One limit per row covers kv_len and the diagonal: one comparison per score instead of two.
+        seen = key < per_row(jnp.minimum(stop, row + 1) - start, s)
+        if spec.window is not None:
+            seen = seen & (key > per_row(row - start - spec.window, s))
+        return jnp.where(seen, s, -jnp.inf)
+
+    def clear_values(self, c: Array) -> None:
+        """If block c reaches past kv_len, zero its values from there on.
+
+        Warpgroup 0 writes the zeros; both compute warpgroups wait until they are written.
+        """
+        refs, size = self.refs, self.cut.config.block_s
+        valid = refs.kv_len[self.item.b] - c * size
+
+        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # past S: zeros, or again the last page
+        def reaches_past_the_end():
+            @pl.when(self.wg == 0)
+            def clear():
+                for at, line in itertools.product(range(0, size, ROWS), range(0, self.cut.head_dim, LINE)):
+                    values = refs.v_smem.at[self.slot(c), pl.ds(at, ROWS), pl.ds(line, LINE)]
+                    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                    held = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+                    kept = jnp.where(key + at < valid, held, jnp.zeros_like(held))
+                    values[...] = plgpu.layout_cast(kept, plgpu.Layout.WGMMA)
+                plgpu.commit_smem()  # products read shared memory through the async proxy, which needs a fence
+
+            # Without this, warpgroup 1 could multiply before the zeros are there.
+            plgpu.barrier_arrive(refs.zeroed)
+            plgpu.barrier_wait(refs.zeroed)
+
+    def write(self, state: tuple) -> None:
+        """Write out = acc / l and lse = m + log2 l (bits); 0 and -inf for padding rows and rows that saw no key."""
+        (m, l, acc), refs, item = state, self.refs, self.item  # noqa: E741
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + (item.row + self.wg * ROWS)
+        seen = (l > 0) & (row < refs.q_len[item.b])
+        inverse = per_row(jnp.where(seen, 1.0 / l, 0.0), acc)
+        rows, out_smem = pl.ds(item.at + self.wg * ROWS, ROWS), refs.q_smem.at[self.wg]
+        out_smem[...] = jnp.where(inverse > 0, acc * inverse, 0.0).astype(self.cut.dtype)
+        refs.lse[item.b, item.n, rows] = jnp.where(seen, m + jnp.log(l) * LOG2_E, -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, refs.out.at[item.b, rows, item.n])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
+    """Return z and a factor > 0 such that z * factor are the scores in bits: log2(e) * softcap(scale * s), s = q.k."""
+    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
+    if cap is not None:
+        return tanh(s, scale / cap), cap * LOG2_E
+    return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
@@ -74,14 +353,13 @@ def read_item(refs: Refs, cut: Cut) -> Item:
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
-    """Return the key blocks of an item; callers recompute them where needed, which saves registers."""
+    # Callers recompute the ranges where they need them; keeping them would take registers of every thread.
     rows = jnp.minimum(refs.q_len[item.b] - item.row, BLOCK_T)
     first = refs.q_start[item.b] + item.row
     return key_blocks(first, rows, refs.kv_len[item.b], cut.spec, cut.config.block_s)
 
 
 def places_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple]:
-    """Return the place in memory of each copy of a key block (see `pages.places`)."""
     size = cut.config.block_s
     return places(refs.pages, item.b, block * size, size, cut.page)
 
@@ -95,6 +373,7 @@ def copy_pieces(source, target, landed, sources: list[tuple], item: Item, cut: C
 
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     """Run the fetching warpgroup: copy every key block of the range, K before V, as stages are handed back."""
+    # The warpgroups share 65,536 registers: issuing copies takes few, and accumulators need the rest.
     plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
     stages, blocks = cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
@@ -103,6 +382,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     def copy_block(c, _):
         slot, sources = jax.lax.rem(c, stages), places_of(refs, item, blocks.start + c, cut)
         for source, target, full, free in both:
+            # The first `stages` blocks fill empty buffers: no arrival has been made on `free` yet.
             pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
             copy_pieces(source, target.at[slot], full.at[slot], sources, item, cut)
 
@@ -111,6 +391,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
             plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
 
     jax.lax.fori_loop(0, count, copy_block, None)
+    # Pallas' interpreter demands that whoever waits on a barrier observes all its phases, the last ones too.
     jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
 
 
@@ -146,8 +427,11 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     plgpu.barrier_wait(refs.q_full.at[wg])
     if cut.spec.window is not None:
         state = jax.lax.fori_loop(blocks.start, blocks.whole, rows.masked, state)
-    pl.when(wg == 1)(rows.take_turn)  # from here on, warpgroup 1 runs half a round behind warpgroup 0
+    # Warpgroup 1 starts with a turn and so runs half a round behind; warpgroup 0 ends with one, because a warpgroup
+    # that made fewer arrivals than the other would leave it waiting.
+    pl.when(wg == 1)(rows.take_turn)
     if cut.config.overlap:
+        # `overlapped` needs at least one block; a loop of 0 or 1 turns is a branch that carries the state.
         some = (blocks.masked > blocks.whole).astype(jnp.int32)
         state = jax.lax.fori_loop(0, some, lambda _, x: rows.overlapped(blocks.whole, blocks.masked, x), state)
     else:
@@ -219,7 +503,7 @@ def attend(q, kv: KeyValues, positions: Positions, spec: AttentionSpec, config: 
     shapes = kv.shapes(q)
     kv_heads, num_keys = shapes.num_kv_heads, shapes.num_keys
     cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), shapes.scaled, shapes.page)
-    # Pad S and T to multiples of 8 with zeros, which kv_len and q_len exclude.
+    # TMA fills swizzled shared memory 8 rows at a time. Pad S and T with zeros, which kv_len and q_len exclude.
     q, k, v = whole_lines(q, 1), *(whole_lines(x, 2) for x in kv[:2])
     scales = padded(kv.scales) if shapes.scaled and shapes.page is None else kv.scales
     kv, rows = KeyValues(k, v, kv.pages, scales), q.shape[1]

@@ -35,8 +35,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.gpu import int8_keys, sparse_rows
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, row_scales
 from tessera.attention.gpu.pages import page_refusal, places
-from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
-from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
+from tessera.attention.gpu.sparse_rows import NEVER, Config, Cut, Item, Refs, blocks_of, cut_call, read, token_of
 from tessera.attention.gpu.warpgroup import HOPPER, ROWS, SHARED_BYTES, per_row, whole_lines
 from tessera.attention.kernel import family
 
@@ -47,10 +46,10 @@ COLUMNS = 64
 
 
 def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
-    """Return the position of the first key of a unit (see `sparse_blocks`), and whether the list holds that unit.
+    """Return the position of the first key of a unit (see `sparse_rows`), and whether the list holds that unit.
 
-    `at` counts the list's units from the first one that some row sees (`Plan.begin`). Past the end of the list, the
-    position is that of the last unit.
+    `at` counts the list's units from the first one that some row sees (`ListBounds.begin`). Past the end of the list,
+    the position is that of the last unit.
     """
     per_tile, at, end = cut.spec.tile // cut.unit, at + read(refs, item, "begin"), read(refs, item, "end")
     listed = jnp.maximum(jnp.minimum(at, end - 1), 0)
@@ -59,18 +58,16 @@ def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
 
 
 def keys_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple[Array, Array]]:
-    """Return `key_of` for each unit of a block."""
     return [key_of(refs, item, block * cut.units + n, cut) for n in range(cut.units)]
 
 
 def places_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple]:
-    """Return the place in memory of each unit of a block (see `pages.places`); a page holds whole units."""
+    # A page holds whole units (`dispatch` checks that the tile divides it), so each unit is one copy.
     found = [places(refs.pages, item.b, key, cut.unit, cut.page) for key, _ in keys_of(refs, item, block, cut)]
     return list(itertools.chain(*found))
 
 
 def copies(source, target, landed, sources: list[tuple], item: Item, cut: Cut) -> None:
-    """Start the copies of a block from the places of its units in `source`."""
     for n, (row, key) in enumerate(sources):
         keys = source.at[row, item.h, pl.ds(key, cut.unit)]
         plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(n * cut.unit, cut.unit)], landed)
@@ -91,7 +88,6 @@ class Padding(NamedTuple):
 
 
 def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
-    """Return the `Padding` of an item's list."""
     stop = blocks_of(refs, item, cut)[2]
     last = read(refs, item, "end") - read(refs, item, "begin") - 1
     kept = read(refs, item, "kv_len") - key_of(refs, item, last, cut)[0]
@@ -108,6 +104,7 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
             @pl.when(c < padded.stop)
             def fetch_block(item=item, padded=padded):
                 slot, sources = item.slot(c, cut), places_of(refs, item, c, cut)
+                # K and V are handed back at different times (see `Rows.rounds`): start K's copies as early as possible.
                 pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.k_free.at[slot]))
                 copies(refs.k, refs.k_smem.at[slot], refs.k_full.at[slot], sources, item, cut)
                 pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.v_free.at[slot]))
@@ -121,6 +118,7 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
             plgpu.barrier_wait(refs.k_free.at[item.slot(c, cut)])
             plgpu.barrier_wait(refs.v_free.at[item.slot(c, cut)])
 
+        # Clear before draining: the compute warpgroups hand the last stage back only after they got these values.
         pl.when(padded.some)(functools.partial(clear_values, refs, item, padded, cut))
         jax.lax.fori_loop(jnp.maximum(padded.stop - cut.stages, 0), padded.stop, drain, None)
 
@@ -162,8 +160,8 @@ def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
         place = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
         held = plgpu.load(values, layout=plgpu.Layout.WGMMA)
         values[...] = jnp.where(place < padded.row - row, held, jnp.zeros_like(held))
-    plgpu.commit_smem()
-    for _ in range(cut.units):
+    plgpu.commit_smem()  # a fence: products read through the async proxy
+    for _ in range(cut.units):  # v_full expects one arrival per copy; these stand in for the copies that went elsewhere
         plgpu.barrier_arrive(refs.v_full.at[slot])
 
 
@@ -202,7 +200,7 @@ def launch(
         landing = plgpu.SMEM((2, cut.block_s, cut.head_dim), jnp.int8, transforms=ROWS_OF_BYTES)
         landed = plgpu.Barrier(num_arrivals=cut.units, num_barriers=2)
         source = source._replace(fetch=fetch_int8, arrivals=1, scratch={"landing": landing, "landed": landed})
-    # K and V are copied only if S is not a multiple of 8.
+    # TMA needs S in multiples of 8; other caches are copied here.
     scales = int8_keys.padded(kv.scales) if cut.scaled and cut.page is None else kv.scales
     kv = kv._replace(k=whole_lines(kv.k, 2), v=whole_lines(kv.v, 2), scales=scales)
     return sparse_rows.launch(q, kv, positions, selection, cut, source)

@@ -1,10 +1,14 @@
-"""Compute warpgroups of sparse prefill on Hopper: rows of query tiles against blocks of listed keys.
+"""What the two sparse prefill kernels of Hopper share: `gpu.sparse` reads tiles, `gpu.keys` single keys.
 
-Two kernels share this module, `gpu.sparse` (tiles) and `gpu.keys` (single keys). They differ in how listed keys get
-into shared memory and in how scores are masked (see `Source`). A thread block has two compute warpgroups and one that
-fetches. The compute warpgroups share the G * query_tile rows (query head, token) of a query tile, or of a part of it,
-in one or two 64-row blocks each, and read the same keys. In `gpu.sparse`, if all rows fit in one 64-row block, head_dim
-is at most 128 and keys are not int8, each compute warpgroup has its own query tile and list instead.
+They differ in how listed keys get into shared memory and in how scores are masked (see `Source`). A thread block has
+two compute warpgroups and one that fetches. The compute warpgroups share the G * query_tile rows (query head, token) of
+a query tile, or of a part of it, in one or two 64-row blocks each, and read the same keys. In `gpu.sparse`, if all rows
+fit in one 64-row block, head_dim is at most 128 and keys are not int8, each compute warpgroup has its own query tile
+and list instead.
+
+Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full
+(`ListBounds`). Tile ids ascend, so each part is one range of the list, and entries that need masks lie between the ends
+of the two ranges. A *unit* is the run of keys that one copy moves: a tile, or as much of a tile as fits in one block.
 
 Blocks of keys that every row sees in full run in an unmasked loop that keeps the tensor core busy: it computes the
 scores of a block and then the weighted values of the block before, while the scores are turned into weights. Other
@@ -12,7 +16,9 @@ blocks, at both ends of a list, run in a masked loop without overlap.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,10 +29,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
-from tessera.attention.contract import AttentionOut, KeyValues, Positions, Selection
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import int8_keys
-from tessera.attention.gpu.sparse_blocks import Cut, Plan, plan
 from tessera.attention.gpu.warpgroup import (
+    LEAST_TOKENS,
     LIST_COMPUTE_REGISTERS,
     LIST_FETCH_REGISTERS,
     ROW,
@@ -42,32 +48,198 @@ from tessera.attention.gpu.warpgroup import (
     whole_lines,
 )
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
-from tessera.core.shapes import ceil_div
+from tessera.core.shapes import ceil_div, round_up
 
 SCRATCH_BYTES = 128
 """Bytes of shared memory for reductions across warps. A few suffice, because every row lies in one warp."""
+RESERVED_BYTES = 2048
+"""Bytes of shared memory for barriers and alignment, an upper bound."""
+NEVER = 1 << 30
+"""Position greater than every real position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes.
+
+    Attributes:
+        rows: rows per compute warpgroup: 64 or 128.
+        block_s: keys per block in shared memory: 64 or 128.
+        stages: blocks of K, and of V, that shared memory holds per list.
+    """
+
+    rows: int = 64
+    block_s: int = 128
+    stages: int = 2
+
+    def __post_init__(self):
+        if self.rows not in (64, 128):
+            raise ValueError(f"rows={self.rows} must be 64 or 128")
+        if self.block_s not in (64, 128):
+            raise ValueError(f"block_s={self.block_s} must be 64 or 128")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+
+class Cut(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+        groups: G, query heads per KV head.
+        num_tiles: query tiles of the call.
+        tokens: tokens per query tile, padded to a multiple of 8.
+        chunk: tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks.
+        chunks: copies that hold the G * tokens rows of a query tile.
+        lists: query tiles per thread block: 2 if a query tile fits in 64 rows, two lists' blocks fit in shared memory,
+            and keys are not int8.
+        row_blocks: 64-row blocks per compute warpgroup.
+        parts: thread blocks that share a query tile and its list.
+        unit: keys per copy of K or V: a tile, or as much of a tile as fits in one block.
+        stages: blocks of K, and of V, that shared memory holds per list.
+        page: positions per page; None if keys are contiguous.
+        scaled: whether keys are int8.
+    """
+
+    spec: AttentionSpec
+    dtype: str
+    num_queries: int
+    num_keys: int
+    groups: int
+    head_dim: int
+    num_tiles: int
+    tokens: int
+    chunk: int
+    chunks: int
+    lists: int
+    row_blocks: int
+    parts: int
+    unit: int
+    block_s: int
+    stages: int
+    page: int | None
+    scaled: bool
+
+    @property
+    def units(self) -> int:
+        """Copies per block of K (and of V)."""
+        return self.block_s // self.unit
+
+    @property
+    def block_chunks(self) -> int:
+        """Copies per 64-row block of q."""
+        return ROWS // self.chunk
+
+    @property
+    def smem_bytes(self) -> int:
+        """Upper bound on a thread block's shared memory, in bytes."""
+        rows = WARPGROUPS * self.row_blocks * ROWS
+        blocks = 2 * self.lists * self.block_s
+        landing = blocks * self.head_dim if self.scaled else 0
+        numbers = (rows + self.stages * blocks) * self.head_dim
+        return numbers * jnp.dtype(self.dtype).itemsize + landing + 4 * rows + RESERVED_BYTES
+
+
+def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+    """Compute the sizes of a launch from the call and the block sizes."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    tokens = round_up(min(spec.query_tile, shapes.num_queries), LEAST_TOKENS)
+    chunk, rows = math.gcd(tokens, ROWS), groups * tokens
+    row_blocks = config.rows // ROWS if rows > WARPGROUPS * ROWS else 1
+    return Cut(
+        spec=spec,
+        dtype=shapes.dtype,
+        num_queries=shapes.num_queries,
+        num_keys=shapes.num_keys,
+        groups=groups,
+        head_dim=shapes.head_dim,
+        num_tiles=ceil_div(shapes.num_queries, spec.query_tile),
+        tokens=tokens,
+        chunk=chunk,
+        chunks=rows // chunk,
+        # At head_dim 256, two lists exceed shared memory. Int8 keys are converted for one list at a time.
+        lists=2 if rows <= ROWS and shapes.head_dim <= 128 and not shapes.scaled else 1,
+        row_blocks=row_blocks,
+        parts=ceil_div(rows, WARPGROUPS * row_blocks * ROWS),
+        unit=min(spec.tile, config.block_s),
+        block_s=config.block_s,
+        stages=config.stages,
+        page=shapes.page,
+        scaled=shapes.scaled,
+    )
+
+
+class ListBounds(NamedTuple):
+    """Numbers about one list that a thread block needs, computed before the launch. Units are numbered along the list.
+
+    Attributes:
+        begin, end: some row sees units [begin, end); the kernel reads only these.
+        whole_from, whole_to: every row sees units [whole_from, whole_to) in full.
+        first: absolute position of the query tile's first row.
+        rows: tokens of the query tile that are not padding.
+        kv_len: valid keys of the sequence.
+    """
+
+    begin: Array
+    end: Array
+    whole_from: Array
+    whole_to: Array
+    first: Array
+    rows: Array
+    kv_len: Array
+
+
+def bounds_of(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
+    """Compute every list's `ListBounds`: ids ascend, so a bound is the number of listed units before a position."""
+    spec, (tiles, count) = cut.spec, selection
+    kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
+    listed = jnp.arange(tiles.shape[3]) < count[..., None]
+    start = tiles * spec.tile
+    block = jnp.arange(tiles.shape[2]) * spec.query_tile
+    rows = jnp.clip(q_len[:, None] - block, 0, spec.query_tile)[:, None, :, None]
+    first = (positions.q_start[:, None] + block)[:, None, :, None]
+    last, kv_len = first + rows - 1, jnp.broadcast_to(kv_len[:, None, None, None], first.shape)
+    some_see, all_see = kv_len, kv_len  # some row sees keys before the first limit, every row those before the second
+    if spec.causal:
+        some_see, all_see = jnp.minimum(kv_len, last + 1), jnp.minimum(kv_len, first + 1)
+    some_see = jnp.where(rows > 0, some_see, 0)
+    window = NEVER if spec.window is None else spec.window
+
+    def units(keys):
+        """Count the listed units that lie wholly before a position; `keys` is that position minus each tile's start."""
+        return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
+
+    numbers = ListBounds(
+        begin=units(first - window + 1 - start),
+        end=units(some_see - start + cut.unit - 1),
+        whole_from=units(last - window + 1 - start + cut.unit - 1),
+        whole_to=units(all_see - start),
+        first=first[..., 0],
+        rows=rows[..., 0],
+        kv_len=kv_len[..., 0],
+    )
+    return jnp.stack([jnp.broadcast_to(x, count.shape) for x in numbers], -1)
 
 
 class Refs(NamedTuple):
     """References of the kernel body: arrays in global memory, then shared memory and barriers."""
 
-    plan: Array
-    tiles: Array
-    q: Array
-    k: Array
+    bounds: Array  # [B, K, I, 7]: `ListBounds`
+    tiles: Array  # [B, K, I, C]
+    q: Array  # [B, I * tokens, N, H]
+    k: Array  # [B, K, S, H]
     v: Array
-    scales: Array | None  # int8 only
+    scales: Array | None  # [B, K, 2, S]; int8 only
     pages: Array | None  # [B, J]; only if k, v and scales are pools of pages
-    out: Array
-    lse: Array
-    q_smem: Array
-    k_smem: Array
+    out: Array  # like q
+    lse: Array  # [B, N, I * tokens], natural log
+    q_smem: Array  # [row blocks, 64, H]: q and, at the end, out
+    k_smem: Array  # [lists * stages, block_s, H]
     v_smem: Array
-    lse_smem: Array
-    q_full: Array
-    k_full: Array
-    v_full: Array
-    k_free: Array
+    lse_smem: Array  # [row blocks, 64]
+    q_full: Array  # barrier [2], one per compute warpgroup
+    k_full: Array  # barrier [lists * stages]
+    v_full: Array  # likewise, and one more per list (see `gpu.sparse.unseen`)
+    k_free: Array  # barrier [lists * stages]: the list's compute warpgroups have read the block
     v_free: Array
     ids: Array | None = None  # positions of the keys in shared memory; `gpu.keys` only
     landing: Array | None = None  # [2, block_s, H]: a block of K and one of V as int8; int8 only, as `landed`
@@ -88,12 +260,10 @@ class Item(NamedTuple):
     lane: Array | int
 
     def slot(self, c: Array, cut: Cut) -> Array:
-        """Return the buffer in shared memory of block c of the list."""
         return jax.lax.rem(c, cut.stages) + self.lane * cut.stages
 
 
 def read_item(lane: Array | int, cut: Cut) -> Item:
-    """Return this thread block's `Item` for list `lane`."""
     b, h, at = (jax.lax.axis_index(name) for name in ("batch", "head", "rows"))
     # Lists grow along a causal sequence: run the longest first, so that short ones fill the gaps at the end.
     at = jax.lax.axis_size("rows") - 1 - at
@@ -102,13 +272,13 @@ def read_item(lane: Array | int, cut: Cut) -> Item:
 
 
 def read(refs: Refs, item: Item, name: str) -> Array:
-    """Read one field of the item's `Plan` from memory: cheaper than keeping it in the registers of every thread."""
-    return refs.plan[item.b, item.h, item.i, Plan._fields.index(name)]
+    # Read where it is used: cheaper than keeping the number in the registers of every thread.
+    return refs.bounds[item.b, item.h, item.i, ListBounds._fields.index(name)]
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
     """Return (head, whole, stop): every row sees blocks [head, whole) of the list in full; the list has stop blocks."""
-    begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
+    begin, end, whole_from, whole_to = (read(refs, item, name) for name in ListBounds._fields[:4])
     end = jnp.where(item.live, end, begin)
     stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
     head = jnp.minimum(head, stop)
@@ -144,7 +314,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
             source = refs.q.at[item.b, pl.ds(item.i * cut.tokens + token, cut.chunk), head]
             target = refs.q_smem.at[mine[r], pl.ds(n * cut.chunk, cut.chunk)]
             plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[wg])
-    plgpu.barrier_wait(refs.q_full.at[wg])
+    plgpu.barrier_wait(refs.q_full.at[wg])  # counts the copies of all chunks, of all row blocks
 
     rows = Rows(refs, item, first_block, mine, hide, cut)
     head, whole, stop = blocks_of(refs, item, cut)
@@ -159,7 +329,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     zero = jnp.minimum(read(refs, item, "rows"), 0)
     for r, state in enumerate(states):
         write(refs, item, mine[r] + zero, first_block + r + zero, state, cut)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # a thread block's shared memory is gone once it ends
 
 
 class Rows(NamedTuple):
@@ -180,7 +350,7 @@ class Rows(NamedTuple):
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
-        plgpu.barrier_wait(refs.v_full.at[slot])
+        plgpu.barrier_wait(refs.v_full.at[slot])  # once for all row blocks: each wait takes one phase of the barrier
         # Always 0, unknown to the compiler: values that depend on it are computed when used, not held in registers.
         zero = jnp.minimum(c, 0)
         for r, (m, l, acc) in enumerate(states):  # noqa: E741
@@ -191,6 +361,7 @@ class Rows(NamedTuple):
             m, l, alpha, p = weigh(s, m, l, cut, hide)  # noqa: E741
             acc = accumulate(acc * per_row(alpha, acc), p.astype(cut.dtype), refs.v_smem.at[slot])
             states[r] = (m, l, acc)
+        # Only now: every row block reads the same keys, so the stage is free after the last one's products.
         plgpu.barrier_arrive(refs.k_free.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return tuple(states)
@@ -205,7 +376,7 @@ class Rows(NamedTuple):
         carry = self.rounds(first, list(states), None)
         states, p = jax.lax.fori_loop(first + 1, stop, lambda c, carry: self.rounds(c, list(carry[0]), carry[1]), carry)
         (m, l, acc), slot = states[-1], self.item.slot(stop - 1, cut)  # noqa: E741
-        if cut.row_blocks == 1:
+        if cut.row_blocks == 1:  # otherwise `rounds` has waited, for row block 0
             plgpu.barrier_wait(self.refs.v_full.at[slot])
         acc = accumulate(acc, p, self.refs.v_smem.at[slot])
         plgpu.barrier_arrive(self.refs.v_free.at[slot])
@@ -223,7 +394,7 @@ class Rows(NamedTuple):
         for r in range(cut.row_blocks):
 
             def weights(s, r=r):
-                if r == last:
+                if r == last:  # `weights` runs once the scores are there: no row block still needs the keys
                     plgpu.barrier_arrive(refs.k_free.at[slot])
                 return weigh(s, *states[r][:2], cut)
 
@@ -232,7 +403,7 @@ class Rows(NamedTuple):
                 m, l, alpha, weight = weights(scores(q_smem, k_smem))  # noqa: E741
             else:
                 before, v_slot = (r - 1, slot) if r else (last, self.item.slot(c - 1, cut))
-                if before == 0:
+                if before == 0:  # the first row block to multiply these values waits for them, on behalf of all
                     plgpu.barrier_wait(refs.v_full.at[v_slot])
                 acc, (m, l, alpha, weight) = both_products(  # noqa: E741
                     q_smem, k_smem, states[before][2], p, refs.v_smem.at[v_slot], weights
@@ -267,7 +438,7 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
     out_smem, lse_smem = refs.q_smem.at[mine], refs.lse_smem.at[mine]
     out_smem[...] = out.astype(cut.dtype)
     lse_smem[...] = jnp.where(seen, m * LN_2 + jnp.log(l), -jnp.inf)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # the copies below read through the async proxy, which sees threads' writes only after a fence
     for n in range(cut.block_chunks):
         live, head, first = chunk_of(item, row_block, n, cut)
 
@@ -361,7 +532,7 @@ def launch(q, kv: KeyValues, positions: Positions, selection: Selection, cut: Cu
         ),
         kernel_name=source.name,
     )(
-        plan(selection, positions, cut),
+        bounds_of(selection, positions, cut),
         selection.tiles,
         whole_tiles(q, cut),
         *(x for x in (kv.k, kv.v, kv.scales, kv.pages) if x is not None),

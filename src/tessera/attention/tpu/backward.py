@@ -85,23 +85,23 @@ class Cut(NamedTuple):
 class Refs(NamedTuple):
     """References of the kernel body: inputs, outputs, then scratch; `bits` is the lse of the forward pass in bits."""
 
-    q: Array
-    k: Array
+    q: Array  # [1, G, block_t, H]
+    k: Array  # [1, 1, block_s, H]
     v: Array
-    out: Array
+    out: Array  # [1, block_t, G * H] if cut.flat, else like q
     d_out: Array
-    bits: Array
+    bits: Array  # [1, 1, G, block_t]
     d_lse: Array
-    dq: Array
-    dk: Array
+    dq: Array  # like q; with several slabs, float32 [B, N, T, H] in HBM
+    dk: Array  # like k
     dv: Array
-    q_scaled: Array
+    q_scaled: Array  # [G, block_t, H]
     d_rows: Array
-    offset: Array
-    dq_sum: Array
-    dk_sum: Array
+    offset: Array  # [G, block_t]: d
+    dq_sum: Array  # [G, block_t, H] float32
+    dk_sum: Array  # [block_s, H] float32
     dv_sum: Array
-    copied: Array | None
+    copied: Array | None  # DMA semaphore; with several slabs
 
 
 class Range(NamedTuple):
@@ -168,6 +168,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         heads, tokens = pl.ds(h * cut.groups, cut.groups), pl.ds(i * cut.block_t, cut.block_t)
         stored = refs.dq.at[b, heads, tokens]
 
+    # In the first slab, also for row blocks that see none of its keys: their dq must be written once, as zeros.
     @pl.when(live | (slab == 0))
     @jax.named_scope("clear_rows")
     def clear_rows():
@@ -205,7 +206,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         def store_rows():
             copy = pltpu.make_async_copy(refs.dq_sum, stored, refs.copied)
             copy.start()
-            copy.wait()
+            copy.wait()  # the next grid step overwrites dq_sum
 
     @pl.when(i == pl.num_programs(3) - 1)
     @jax.named_scope("flush")
@@ -246,7 +247,8 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
     mask = None
     if where is not None:
         mask, real = visible(c, *where, cut)
-        k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (k, v))
+        k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (k, v))  # both are factors: 0 * NaN is NaN
+    # The sums of a chunk stay in values over all heads: one load and one store per chunk instead of G.
     dk, dv = refs.dk_sum[at], refs.dv_sum[at]
     for g in range(cut.groups):
         q, d_out = refs.q_scaled[g], refs.d_rows[g]

@@ -44,16 +44,22 @@ from tessera.attention.tpu.decode_blocks import (
     LANES,
     Cut,
     Ranges,
+    Stream,
+    blank_values,
     count_scopes,
     cut_call,
     find_ranges,
+    is_whole,
     lay_out,
     list_units,
+    listed_keys,
     merge,
+    move_keys,
+    move_tiles,
+    span,
     stream_lists,
     stream_table,
 )
-from tessera.attention.tpu.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
 from tessera.attention.tpu.matrix_unit import product, thirds
 from tessera.core.shapes import ceil_div, round_up
 
@@ -139,6 +145,7 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Arr
 def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
     """Add one block of every head to the running softmax. The heads are independent, so their latencies overlap."""
     state, weights = [], []
+    # Store only after all heads are computed: no store may stand between one head's work and the next's.
     for head in range(cut.heads):
         rows = pl.ds(head * cut.rows, cut.rows)
         y, v_scale = score_block(refs, cut, step, head, block, slot)
@@ -162,6 +169,7 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
 
 def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
     """Store log2(s) + m in each tile's lane of `refs.bank`; s is the tile's sum of the weights p = 2^(y - m)."""
+    # One product of three stacked parts: the one-hot matrix enters the matrix unit once.
     sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
     rows = cut.heads * cut.rows
     sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
@@ -202,6 +210,7 @@ def finish(refs: Refs, cut: Cut, index) -> None:
             zeros = jnp.zeros((cut.heads, LANES), jnp.float32)
             refs.mass[0, 0, :, pl.ds(pl.multiple_of(bank * LANES, LANES), LANES)] = zeros
 
+    # Tiles outside the visible range hold no sums: clear all masses, then write those of the range.
     jax.lax.fori_loop(0, cut.banks, clear, None)
     jax.lax.fori_loop(start // LANES, (stop + LANES - 1) // LANES, write, None)
 
@@ -237,6 +246,8 @@ def body(*refs, cut: Cut):
         with jax.named_scope("lead_in"):
             move(refs.stream, cut, step, first, before % 2, "start", "lead")
 
+    # The next step of the chain: its first block is copied while this step's last block is computed on. The parity of
+    # all blocks before it (`Ranges.before`) tells which buffer that is, so no state passes from step to step.
     at = jnp.minimum(step + 1, cut.steps - 1) - step + index
     next_first, next_count = ranges.first[at], jnp.where(step + 1 < cut.steps, ranges.count[at], 0)
 
@@ -250,6 +261,8 @@ def body(*refs, cut: Cut):
                     ahead = jnp.where(more, first + i + 1, next_first)
                     move(refs.stream, cut, jnp.where(more, step, step + 1), ahead, 1 - slot, "start", "start")
 
+            # Wait for this block only after the next one's copies have started, so that HBM never idles. Semaphores
+            # count bytes, so the waits must add up to what was copied: `move` takes the same branches for both.
             move(refs.stream, cut, step, first + i, slot, "wait", "wait")
             if not cut.scaled:  # an int8 value is never NaN
                 pl.when(~is_whole(refs.stream, cut, step, first + i))(
@@ -358,7 +371,7 @@ def call(cut: Cut, out_dtype, dtype):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=chip()[1] * 7 // 8,
-            disable_bounds_checks=True,
+            disable_bounds_checks=True,  # ids and tables are clipped before the launch
         ),
         name=f"tpu_decode_{cut.role}",
     )

@@ -21,11 +21,17 @@ sums of every 128 tiles form a bank, which is stored with the running maximum m 
 2^(m - lse) after the last block, m and lse in bits.
 
 Work: 4 H flops per visible (row, key) pair. Int8 keys and values are converted to the queries' dtype in VMEM, one chunk
-at a time. The grid's pipeline fetches contiguous key blocks; `prefill_pages` fetches paged ones.
+at a time.
+
+Contiguous keys reach `body` as windows that the grid's pipeline fetches. Paged keys would need one window per page.
+There, each grid step instead starts to copy the next key block of its row block (or, at the end, the first key block of
+the next row block) into one of two buffers, and runs `body` on the buffer that holds the current key block
+(`paged_body`). Row blocks of one head then run in order on one core; heads and sequences are independent.
 """
 
 import functools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +45,7 @@ from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import distinct, family
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
-from tessera.attention.tpu import pages, prefill_pages
+from tessera.attention.tpu import pages
 from tessera.attention.tpu.matrix_unit import dequantised
 from tessera.attention.tpu.prefill_blocks import (
     LANES,
@@ -81,7 +87,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     @pl.when(j == 0)
     @jax.named_scope("first")
     def first():
-        take_queries(refs, i, keys.q_len, cut)
+        take_queries(refs, i, keys.q_len, cut)  # once per row block: scaled queries stay in VMEM for all key blocks
         refs.m[...] = jnp.full_like(refs.m, FLOOR)
         refs.acc[...] = jnp.zeros_like(refs.acc)
         if refs.sums is not None and cut.banks == 1:  # without this, rows that see no key would keep an earlier block's
@@ -94,6 +100,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         def new_bank():
             refs.sums[bank] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
 
+    # Grid steps past the last key block (block >= hi) compute nothing: the grid is as long as the longest row block's.
     @pl.when((block < keys.hi) & no_mask)
     @jax.named_scope("full")
     def full():
@@ -121,6 +128,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) & (cut.bank_keys - 1) == 0)))
         @jax.named_scope("keep_maximum")
         def keep_maximum():
+            # The bank's sums are relative to the maximum so far; later banks may raise it. Keep it, one lane per bank.
             lane = jax.lax.broadcasted_iota(jnp.int32, refs.m.shape, 1)
             kept = refs.bank_m[whole(bank, LANES)]
             refs.bank_m[whole(bank, LANES)] = jnp.where(lane == bank & (LANES - 1), refs.m[...], kept)
@@ -156,6 +164,7 @@ def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
     for c in range(cut.block_t // cut.sub_t):
         at = pl.ds(pl.multiple_of(keys.first - start + c * cut.sub_t, cut.sub_t), cut.sub_t)
         state = update(refs, slice(c * rows, cut.rows), state, start, at, bank, cut, mask)
+        # Rows of token block c see no later key: their state is final, and the next update starts at token block c + 1.
         done, state = split(state, rows)
         if not cut.state_in_vmem:  # otherwise `update` has stored it
             store(refs, slice(c * rows, (c + 1) * rows), bank, done)
@@ -193,7 +202,7 @@ def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut:
         scales, dtype = refs.scales[0, 0, :, at], refs.q_scaled.dtype
         k, v = dequantised(k, scales[:1], dtype), dequantised(v, scales[1:], dtype)
     state = absorb(state, refs.q_scaled[rows], k, v, cut, start + at.start, mask, real)
-    if cut.state_in_vmem:
+    if cut.state_in_vmem:  # the round trip ends the values' lives: registers hold them only within one update
         store(refs, rows, bank, state)
         return load(refs, rows, bank)
     return state
@@ -211,6 +220,125 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
             x = jnp.where(token < q_len, refs.q[0, g, tokens].astype(jnp.float32) * factor, 0.0)
             at = (u * cut.groups + g) * cut.sub_t
             refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
+
+
+class Pool(NamedTuple):
+    """References of the copies: pools in HBM, the sequence's page table in SMEM, two buffers per pool, semaphores."""
+
+    arrays: tuple[Any, ...]  # K and V [P,K,page,H], then any scales [P,K,2,page]
+    table: Any  # [1,1,J]
+    buffers: tuple[Any, ...]  # [2,1,block_s,H] twice, then [2,1,2,block_s]
+    arrived: Any  # [2, arrays]
+
+
+def page_scratch(cut: Cut, dtype) -> list:
+    # It follows the scratch of `body`.
+    block = pltpu.VMEM((2, 1, cut.block_s, cut.head_dim), dtype)
+    scales = [pltpu.VMEM((2, 1, 2, cut.block_s), jnp.bfloat16)] * cut.scaled
+    return [block, block, *scales, pltpu.SemaphoreType.DMA((2, 2 + cut.scaled)), pltpu.SMEM((2,), jnp.int32)]
+
+
+def paged_body(q_start, kv_len, q_len, q, *refs, cut: Cut):
+    """Run grid step (b, h, i, j): start fetching the next key block, await the current one, and run `inner` on it."""
+    n = 2 + cut.scaled
+    *rest, arrived, state = refs[n + 1 :]
+    rest, buffers = rest[:-n], tuple(rest[-n:])
+    pool = Pool(refs[:n], refs[n], buffers, arrived)
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    keys, after = (key_range(b, x, Positions(q_start, kv_len, q_len), cut) for x in (i, i + 1))
+    block = keys.lo + j
+
+    @pl.when((i == 0) & (j == 0))
+    def first():
+        state[0] = 0  # the buffer of this step's block
+        state[1] = 0  # whether the previous row block has fetched this one's first block
+
+    # Scalars in SMEM keep their values from one grid step to the next, because the row axis is "arbitrary": in order.
+    slot = state[0]
+
+    @pl.when(block < keys.hi)
+    def fetch_and_wait():
+        @pl.when((j == 0) & (state[1] == 0))
+        def lead_in():
+            start_block(pool, block, keys.kv_len, slot, "lead", cut)
+
+        own = block + 1 < keys.hi
+        more = own | (after.lo < after.hi)
+
+        # Start the next copies before awaiting the current ones, so that the copy engine never idles. The other buffer
+        # is free: the previous grid step computed on it, and its loads were done when this one began.
+        @pl.when(more)
+        def ahead():
+            start_block(pool, jnp.where(own, block + 1, after.lo), keys.kv_len, 1 - slot, "ahead", cut)
+
+        await_block(pool, block, keys.kv_len, slot, cut)  # as late as possible: `body` reads the buffer next
+        state[0] = 1 - slot
+        state[1] = more.astype(jnp.int32)
+
+    body(q_start, kv_len, q_len, q, *(x.at[pl.ds(slot, 1)] for x in buffers), *rest, cut=cut)
+
+
+def held(block, kv_len, cut: Cut):
+    """Count the units of a block that hold valid keys; the other units are not copied, and masks hide their keys."""
+    return jnp.clip(whole(kv_len - block * cut.block_s + cut.unit - 1, cut.unit), 0, cut.block_s // cut.unit)
+
+
+def copy_unit(pool: Pool, block, first, i: int, slot, cut: Cut) -> list:
+    """Build the copies of the block's unit number first + i, where i is a constant."""
+    unit = cut.unit
+    at = pl.multiple_of(first * unit, unit)
+    entry, offset = pages.find(block * cut.block_s + at + i * unit, cut.page, unit)
+    page, head, into = pool.table[0, 0, entry], pl.program_id(1), pl.ds(at + i * unit, unit)
+    copies = []
+    for n, (array, buffer) in enumerate(zip(pool.arrays, pool.buffers, strict=True)):
+        source, target = array.at[page, head], buffer.at[slot, 0]
+        if n == 2:  # scales lie along lanes
+            source, target = source.at[:, pl.ds(offset, unit)], target.at[:, into]
+        else:
+            source, target = source.at[pl.ds(offset, unit)], target.at[into]
+        copies.append(pltpu.make_async_copy(source, target, pool.arrived.at[slot, n]))
+    return copies
+
+
+def start_block(pool: Pool, block, kv_len, slot, name: str, cut: Cut) -> None:
+    """Start the copies of a block's valid keys; `name` prefixes the named scopes."""
+    count, at_once = held(block, kv_len, cut), cut.units_at_once
+    runs = whole(count, at_once)
+
+    def run(n, _):
+        with jax.named_scope(f"{name}_run"):
+            for i in range(at_once):
+                for copy in copy_unit(pool, block, n * at_once, i, slot, cut):
+                    copy.start()
+
+    def single(n, _):
+        with jax.named_scope(f"{name}_unit"):
+            for copy in copy_unit(pool, block, n, 0, slot, cut):
+                copy.start()
+
+    jax.lax.fori_loop(0, runs, run, None)
+    jax.lax.fori_loop(runs * at_once, count, single, None)
+
+
+def await_block(pool: Pool, block, kv_len, slot, cut: Cut) -> None:
+    # A semaphore counts bytes: a wait for a copy of the whole buffer covers all copies into it. A partly valid block
+    # got fewer bytes, and its waits must add up to exactly those: the next block uses the same semaphore.
+    count = held(block, kv_len, cut)
+    every = count == cut.block_s // cut.unit
+
+    @pl.when(every)
+    def at_once():
+        for n, buffer in enumerate(pool.buffers):
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], pool.arrived.at[slot, n]).wait()
+
+    @pl.when(~every)
+    def one_by_one():
+        def single(n, _):
+            with jax.named_scope("wait_unit"):
+                for copy in copy_unit(pool, block, n, 0, slot, cut):
+                    copy.wait()
+
+        jax.lax.fori_loop(0, count, single, None)
 
 
 def attend(
@@ -246,6 +374,7 @@ def attend(
         # Steps past the last block point at the next row block's first key block, so that it is fetched during compute.
         return b, h, jnp.where(keys.lo + j < keys.hi, keys.lo + j, jnp.minimum(after.lo, last_block)), 0
 
+    # q and the results keep their block while j runs: the pipeline fetches and writes them once per row block.
     rows = pl.BlockSpec((1, cut.groups, cut.block_t, dim), lambda b, h, i, j, *_: (b, h, i, 0))
     result, result_shape = rows, q.shape
     if cut.flat:
@@ -277,8 +406,8 @@ def attend(
     if table is not None:
         table = pages.clipped(table, k)[:, None]
         keys_in = [*[pl.BlockSpec(memory_space=pl.ANY)] * (2 + cut.scaled), pages.table_spec(table)]
-        scratch += prefill_pages.scratch(cut, k.dtype)
-        run, order = functools.partial(prefill_pages.body, body, cut=cut), "arbitrary"
+        scratch += page_scratch(cut, k.dtype)
+        run, order = functools.partial(paged_body, cut=cut), "arbitrary"
     out, lse, *mass = pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -323,8 +452,7 @@ def chip() -> tuple[int, int]:
 
 
 def vmem_limit() -> int:
-    """Return the bytes of VMEM that the kernel may use; the rest is for the compiler."""
-    return chip()[1] * 7 // 8
+    return chip()[1] * 7 // 8  # the rest is for the compiler
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:

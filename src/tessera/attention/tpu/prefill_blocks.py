@@ -64,32 +64,24 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """Static sizes of one call cut into blocks, as the kernel body needs them; `Config` defines the tunable fields.
-
-    Attributes:
-        groups: G, query heads per KV head.
-        turn_t: tokens per pass of the loop over a block that a mask may cut.
-        sub_t: tokens per token block, which divides turn_t; the G heads of a token block share one mask.
-        flat: whether out is written as [B,T,N*H], which needs G * H to be a multiple of 128.
-        page: positions per page; None if K and V are contiguous.
-    """
+    """Static sizes of one call cut into blocks, as the kernel body needs them; `Config` defines the tunable fields."""
 
     spec: AttentionSpec
-    groups: int
+    groups: int  # G, query heads per KV head
     head_dim: int
     num_keys: int
     block_t: int
-    turn_t: int
-    sub_t: int
+    turn_t: int  # tokens per pass of the loop over a block that a mask may cut
+    sub_t: int  # tokens per token block, which divides turn_t; the G heads of a token block share one mask
     block_s: int
     chunk: int
     step: int
-    flat: bool
+    flat: bool  # out is written as [B,T,N*H], which needs G * H to be a multiple of 128
     matrix_sums: bool
     half_exp: bool
     state_in_vmem: bool
     scaled: bool
-    page: int | None
+    page: int | None  # positions per page; None if K and V are contiguous
 
     @property
     def rows(self) -> int:
@@ -303,7 +295,7 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
 
 
 def count_copies(seen: np.ndarray, left: np.ndarray, cut: Cut) -> dict[str, int]:
-    """Count runs of the scopes of `prefill_pages`.
+    """Count runs of the scopes of `prefill.paged_body`.
 
     Args:
         seen: [row blocks, key blocks], whether the row block needs the key block.

@@ -40,18 +40,18 @@ class Rows(NamedTuple):
 class Refs(NamedTuple):
     """References of the kernel body: inputs, outputs, then scratch."""
 
-    q: Array
-    k: Array
+    q: Array  # [1, G, block_t, H]
+    k: Array  # [1, 1, block_s, H]
     v: Array
-    scales: Array | None
-    out: Array
-    lse: Array
-    mass: Array | None
-    q_scaled: Array
-    m: Array
-    acc: Array
-    sums: Array | None
-    bank_m: Array | None
+    scales: Array | None  # [1, 1, 2, block_s]; int8 only
+    out: Array  # [1, block_t, G * H] if cut.flat, else like q
+    lse: Array  # [1, 1, 1, 1, R]
+    mass: Array | None  # [1, 1, 1, query tiles, banks * 128]; score only
+    q_scaled: Array  # [R, H]
+    m: Array  # [R, 128]
+    acc: Array  # [R, H + X]
+    sums: Array | None  # [banks, R, 128]
+    bank_m: Array | None  # [banks / 128, R, 128]: the maximum of each bank, one lane per bank; score only
 
 
 def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
@@ -67,9 +67,10 @@ def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
         s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
     if mask is not None:
         s = masked(s, mask, cut.groups)
-    if real is not None:
+    if real is not None:  # K needs no such mask: its scores are hidden, but weights of 0 times NaN would be NaN
         v = jnp.where(real, v, jnp.zeros_like(v))
     m = jnp.maximum(state.m, jnp.broadcast_to(s.max(-1, keepdims=True), state.m.shape))
+    # m starts at FLOOR, which is finite: a row that has seen no key gets 2^0, not NaN, as its factor.
     alpha = jnp.exp2(state.m - m)
     p = weigh(s - jnp.tile(m, (1, s.shape[1] // LANES)), cut.half_exp)
     pv = dot(p.astype(v.dtype), extend(v, start, cut), 0)
@@ -157,19 +158,16 @@ def own_keys(cut: Cut) -> Array:
 
 
 def load(refs: Refs, rows: slice, bank) -> Rows:
-    """Load the state of some rows, with the sums of one bank."""
     return Rows(refs.m[rows], refs.acc[rows], None if refs.sums is None else refs.sums[bank, rows])
 
 
 def store(refs: Refs, rows: slice, bank, state: Rows) -> None:
-    """Store the state of some rows, with the sums of one bank."""
     refs.m[rows], refs.acc[rows] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[bank, rows] = state.sums
 
 
 def split(state: Rows, rows: int) -> tuple[Rows, Rows]:
-    """Split the state into that of the first `rows` rows and that of the rest."""
     parts = [(None, None) if x is None else (x[:rows], x[rows:]) for x in state]
     return Rows(*(head for head, _ in parts)), Rows(*(tail for _, tail in parts))
 
@@ -217,7 +215,6 @@ def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
 
 
 def lane_sum(x: Array) -> Array:
-    """Sum over lanes; the sum is repeated in every lane."""
     return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
 
 
@@ -233,10 +230,11 @@ def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
 
     `scale` is 1 / l per row, 0 for padding rows and rows that saw no key.
     """
-    refs.mass[...] = jnp.zeros_like(refs.mass)
+    refs.mass[...] = jnp.zeros_like(refs.mass)  # banks that the row block does not need are not written below
     tiles = cut.block_t // cut.spec.query_tile
     first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile
     token = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 1)
+    # The sum over a query tile's tokens as a product with a matrix of zeros and ones: the matrix unit is idle here.
     pool = jnp.where((token >= first) & (token < first + cut.spec.query_tile), 1.0, 0.0)
 
     @jax.named_scope("pool_bank")

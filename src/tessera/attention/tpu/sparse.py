@@ -106,12 +106,10 @@ class State(NamedTuple):
 
 
 def load(refs: Refs, p: int) -> State:
-    """Load the state of row block p from scratch memory."""
     return State(refs.m[p], refs.acc[p], None if refs.sums is None else refs.sums[p])
 
 
 def store(refs: Refs, p: int, state: State) -> None:
-    """Store the state of row block p in scratch memory."""
     refs.m[p], refs.acc[p] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[p] = state.sums
@@ -165,6 +163,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     items = [read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
     ahead = [read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
 
+    # Only the first grid step of a head waits for its first buffers; every later step finds them on their way.
     @pl.when(step == 0)
     def first():
         refs.turn[0] = 0
@@ -179,6 +178,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         refs.sums[...] = jnp.zeros_like(refs.sums)
     turn = refs.turn[0]
     longest = functools.reduce(jnp.maximum, [item.count for item in items])
+    # At least one turn, even if all lists are empty: the turn's copies feed the next grid step.
     buffers = jnp.maximum((longest + cut.block_tiles - 1) // cut.block_tiles, 1)
 
     def buffer_step(c, _):
@@ -187,7 +187,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
             buffer = jnp.where(own, c + 1, 0)
             counts = [jnp.where(own, i.count, a.count) for i, a in zip(items, ahead, strict=True)]
             counts = [jnp.clip(n - buffer * cut.block_tiles, 0, cut.block_tiles) for n in counts]
-            for slot in (0, 1):
+            for slot in (0, 1):  # the two buffers are separate arrays (see `Refs.tiles`), so each has code of its own
 
                 @pl.when((turn + c) % 2 == slot)
                 def either(slot=slot):
@@ -206,6 +206,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
     held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
     for p in row_blocks:
         wait(refs, p, held[p], slot, cut)
+    # All row blocks of the grid step take the same path, so that their latencies overlap.
     whole = [(item.whole_from <= begin) & (begin + cut.block_tiles <= item.whole) for item in items]
     whole = functools.reduce(jnp.logical_and, whole)
 
@@ -228,12 +229,13 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
     def masked():
         with jax.named_scope("masked"):
             updates = (functools.reduce(jnp.maximum, held) + cut.mask_tiles - 1) // cut.mask_tiles
+            # Updates run up to the end of the longest list: shorter lists meet stale tiles, whose values are zeroed.
             for p in row_blocks:
                 clear_values(refs, p, c, held[p], updates * cut.mask_tiles, slot, items[p], cut)
 
             def update(u, _):
                 with jax.named_scope("update"):
-                    fetch_run(refs, u, target, cut)
+                    fetch_run(refs, u, target, cut)  # a share of the copies per update, so that both overlap
                     states = [masked_update(refs, p, begin, u, slot, items[p], cut) for p in row_blocks]
                     for p in row_blocks:
                         store(refs, p, states[p])

@@ -33,35 +33,25 @@ NEVER = 1 << 30
 
 
 class Cut(NamedTuple):
-    """Static sizes of one call cut into blocks, as the kernel body needs them.
-
-    Attributes:
-        num_blocks: row blocks per KV head.
-        tokens, block_t: tokens per row block, without and with padding.
-        parts: row blocks per query tile.
-        items: row blocks per grid step.
-        block_tiles, chunk_tiles, mask_tiles: tiles per buffer, per unmasked update and per masked update.
-        flat: whether out is written as [B,T,N*H], which needs G * H to be a multiple of 128.
-        page: positions per page; None if K and V are contiguous.
-    """
+    """Static sizes of one call cut into blocks, as the kernel body needs them."""
 
     spec: AttentionSpec
-    groups: int
+    groups: int  # G, query heads per KV head
     head_dim: int
     num_keys: int
-    num_blocks: int
-    tokens: int
-    block_t: int
-    parts: int
-    items: int
-    block_tiles: int
-    chunk_tiles: int
-    mask_tiles: int
-    flat: bool
+    num_blocks: int  # row blocks per KV head
+    tokens: int  # per row block, without padding
+    block_t: int  # with padding
+    parts: int  # row blocks per query tile
+    items: int  # row blocks per grid step
+    block_tiles: int  # tiles per buffer
+    chunk_tiles: int  # per unmasked update
+    mask_tiles: int  # per masked update
+    flat: bool  # out is written as [B,T,N*H], which needs G * H to be a multiple of 128
     matrix_sums: bool
     half_exp: bool
     scaled: bool
-    page: int | None
+    page: int | None  # positions per page; None if K and V are contiguous
 
     @property
     def rows(self) -> int:
@@ -135,7 +125,6 @@ class Refs(NamedTuple):
         return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
 
     def buffer_scales(self, slot: int) -> Array | None:
-        """Return the scales of a buffer; None unless keys are int8."""
         return self.scales_odd if slot else self.scales_even
 
     def keys(self, p: int, at: slice | pl.Slice, slot: int) -> tuple[Array, Array]:

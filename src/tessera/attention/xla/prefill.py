@@ -68,7 +68,7 @@ class Config:
             raise ValueError(f"{sizes} must each be at least 1 (block_heads may also be None)")
 
 
-class Plan(NamedTuple):
+class Blocking(NamedTuple):
     """Block sizes clipped to one call: tokens, keys and KV heads per block, and groups = G query heads per KV head."""
 
     spec: AttentionSpec
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
         return self.block_t * self.groups
 
 
-def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, kv: KeyValues) -> Plan:
+def cut_call(spec: AttentionSpec, config: Config, q_BTNH: Array, kv: KeyValues) -> Blocking:
     """Clip the block sizes to the call and choose how many KV heads a step takes (a divisor of B * K)."""
     batch, num_queries, num_heads, _ = q_BTNH.shape
     kv_heads, num_keys = kv.k.shape[1], kv.num_keys
@@ -93,29 +93,29 @@ def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, kv: KeyValue
     groups, total = num_heads // kv_heads, batch * kv_heads
     wanted = config.block_heads or max(STEP_SCORES // (block_t * groups * block_s), 1)
     heads = next(h for h in range(min(wanted, total), 0, -1) if total % h == 0)
-    return Plan(spec, block_t, block_s, heads, groups)
+    return Blocking(spec, block_t, block_s, heads, groups)
 
 
-def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, plan: Plan) -> Float[Array, "M Y R ..."]:
-    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads (plan.heads) by R rows, padding T with zeros.
+def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, cut: Blocking) -> Float[Array, "M Y R ..."]:
+    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads (cut.heads) by R rows, padding T with zeros.
 
     The index of the group of heads varies slowest along M.
     """
     batch, num_queries = x.shape[:2]
-    x = jnp.pad(x, [(0, 0), (0, -num_queries % plan.block_t)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(batch, -1, plan.block_t, kv_heads, plan.groups, *x.shape[3:])
+    x = jnp.pad(x, [(0, 0), (0, -num_queries % cut.block_t)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(batch, -1, cut.block_t, kv_heads, cut.groups, *x.shape[3:])
     x = jnp.moveaxis(x, 3, 1)  # [B, K, T / block_t, block_t, G, ...]
-    x = x.reshape(batch * kv_heads // plan.heads, plan.heads, x.shape[2], plan.rows, *x.shape[5:])
+    x = x.reshape(batch * kv_heads // cut.heads, cut.heads, x.shape[2], cut.rows, *x.shape[5:])
     x = jnp.swapaxes(x, 1, 2)
     return x.reshape(-1, *x.shape[2:])
 
 
-def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"], plan: Plan) -> Array:
+def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"], cut: Blocking) -> Array:
     """Invert `block_queries`: return [B,T,N,...] without the padding."""
     batch, num_queries, num_heads = like.shape[:3]
-    kv_heads = num_heads // plan.groups
-    x = x.reshape(batch * kv_heads // plan.heads, -1, *x.shape[1:])
-    x = jnp.swapaxes(x, 1, 2).reshape(batch, kv_heads, -1, plan.groups, *x.shape[4:])
+    kv_heads = num_heads // cut.groups
+    x = x.reshape(batch * kv_heads // cut.heads, -1, *x.shape[1:])
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, kv_heads, -1, cut.groups, *x.shape[4:])
     x = jnp.moveaxis(x, 1, 2)
     return x.reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_queries]
 
@@ -138,65 +138,65 @@ class Block(NamedTuple):
     ranges: tuple[Array, Array, Array, Array]
 
 
-def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, plan: Plan) -> Block:
+def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, cut: Blocking) -> Block:
     """Return the `Block` of row block number `index`; each group of heads has `num_blocks` row blocks."""
-    x = index // num_blocks * plan.heads
-    first = index % num_blocks * plan.block_t
-    sequence = (x + jnp.arange(plan.heads, dtype=jnp.int32)) // kv_heads
+    x = index // num_blocks * cut.heads
+    first = index % num_blocks * cut.block_t
+    sequence = (x + jnp.arange(cut.heads, dtype=jnp.int32)) // kv_heads
     mine = Positions(*(p[sequence] for p in positions))
     mine = mine._replace(kv_len=jnp.clip(mine.kv_len, 0, num_keys))
-    token = first + jnp.repeat(jnp.arange(plan.block_t, dtype=jnp.int32), plan.groups)
+    token = first + jnp.repeat(jnp.arange(cut.block_t, dtype=jnp.int32), cut.groups)
     row = mine.q_start[:, None] + token
-    valid = (token < mine.q_len[:, None]) & sees_any(row, mine.kv_len[:, None], plan.spec)
-    return Block(x, row, valid, mine.kv_len, key_ranges(first, mine, num_keys, plan))
+    valid = (token < mine.q_len[:, None]) & sees_any(row, mine.kv_len[:, None], cut.spec)
+    return Block(x, row, valid, mine.kv_len, key_ranges(first, mine, num_keys, cut))
 
 
-def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
+def key_ranges(first: Array, mine: Positions, num_keys: int, cut: Blocking) -> tuple[Array, Array, Array, Array]:
     """Return the key blocks (start, full_start, full_stop, stop) of a row block whose first token is `first`.
 
     Blocks [start, stop) hold all keys that the rows see. Every row sees all keys of blocks [full_start, full_stop); the
     other blocks need a mask. `mine` holds the positions of the block's heads. The result ignores heads whose rows in
     this block see no key, because those rows are invalid.
     """
-    row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
+    row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + cut.block_t, mine.q_len) - 1
     stop = full_stop = mine.kv_len
-    if plan.spec.causal:
+    if cut.spec.causal:
         stop, full_stop = jnp.minimum(stop, last + 1), jnp.minimum(stop, row + 1)
     start = full_start = jnp.zeros_like(row)
-    if plan.spec.window is not None:
-        start, full_start = (jnp.maximum(p - plan.spec.window + 1, 0) for p in (row, last))
+    if cut.spec.window is not None:
+        start, full_start = (jnp.maximum(p - cut.spec.window + 1, 0) for p in (row, last))
     live = (first < mine.q_len) & (stop > start)
-    start = jnp.where(live, start, num_keys).min() // plan.block_s
-    stop = (jnp.where(live, stop, 0).max() + plan.block_s - 1) // plan.block_s
-    full_start = (jnp.where(live, full_start, 0).max() + plan.block_s - 1) // plan.block_s
-    full_stop = jnp.where(live, full_stop, num_keys).min() // plan.block_s
+    start = jnp.where(live, start, num_keys).min() // cut.block_s
+    stop = (jnp.where(live, stop, 0).max() + cut.block_s - 1) // cut.block_s
+    full_start = (jnp.where(live, full_start, 0).max() + cut.block_s - 1) // cut.block_s
+    full_stop = jnp.where(live, full_stop, num_keys).min() // cut.block_s
     start = jnp.minimum(start, stop)
     full_start = jnp.clip(full_start, start, stop)
     return start, full_start, jnp.clip(full_stop, full_start, stop), stop
 
 
-def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, plan: Plan):
+def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, cut: Blocking):
     """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on fully visible blocks.
 
     If all keys are in one block, that block is always masked.
     """
     start, full_start, full_stop, stop = ranges
     masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
-    if num_keys <= plan.block_s:  # a single block: no loop, no second body to compile
+    if num_keys <= cut.block_s:  # a single block: no loop, no second body to compile
         return masked(ZERO, carry)
-    if plan.spec.window is not None:
+    if cut.spec.window is not None:
         carry = jax.lax.fori_loop(start, full_start, masked, carry)
     carry = jax.lax.fori_loop(full_start, full_stop, full, carry)
     return jax.lax.fori_loop(full_stop, stop, masked, carry)
 
 
-def take_keys(kv: KeyValues, block: Block, key_block: Array, plan: Plan) -> tuple[KeyValues, Array]:
+def take_keys(kv: KeyValues, block: Block, key_block: Array, cut: Blocking) -> tuple[KeyValues, Array]:
     """Return keys and values [Y, block_s, H] of one block of a `paging.flat` record, and the block's start.
 
     If fewer than block_s keys are left for the last block, it starts earlier and repeats keys of the block before.
     """
-    start = jnp.minimum(key_block * plan.block_s, kv.num_keys - plan.block_s)
-    return paging.take_block(kv, block.x, plan.heads, start, plan.block_s), start
+    start = jnp.minimum(key_block * cut.block_s, kv.num_keys - cut.block_s)
+    return paging.take_block(kv, block.x, cut.heads, start, cut.block_s), start
 
 
 def halves(scales: Float[Array, "Y 2 P"] | None) -> tuple:
@@ -204,11 +204,11 @@ def halves(scales: Float[Array, "Y 2 P"] | None) -> tuple:
     return (None, None) if scales is None else tuple(scales[:, i : i + 1].astype(jnp.float32) for i in (0, 1))
 
 
-def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
+def block_masks(block: Block, start: Array, key_block: Array, cut: Blocking) -> tuple[Array, Array]:
     """Return a mask of the keys that each row sees [Y, R, block_s], and a mask of the valid keys [Y, block_s, 1]."""
-    key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
+    key = start + jnp.arange(cut.block_s, dtype=jnp.int32)
     kv_len = block.kv_len[:, None, None]
-    mask = visible_mask(block.row[:, :, None], key, kv_len, plan.spec) & (key >= key_block * plan.block_s)
+    mask = visible_mask(block.row[:, :, None], key, kv_len, cut.spec) & (key >= key_block * cut.block_s)
     return mask, key[:, None] < kv_len
 
 
@@ -228,37 +228,37 @@ def attend(
     """
     kv = KeyValues(k, v, pages, scales)
     kv_heads, num_keys = k.shape[1], kv.num_keys
-    plan, kv = plan_blocks(spec, config, q, kv), paging.flat(kv)
+    cut, kv = cut_call(spec, config, q, kv), paging.flat(kv)
     if spec.mass:  # tiles must not shift, so a short last block is padded instead of starting earlier
-        kv = paging.padded(kv, plan.block_s)
-    num_blocks = ceil_div(q.shape[1], plan.block_t)
-    q_blocks = block_queries(q, kv_heads, plan)
+        kv = paging.padded(kv, cut.block_s)
+    num_blocks = ceil_div(q.shape[1], cut.block_t)
+    q_blocks = block_queries(q, kv_heads, cut)
 
     def query_block(index: Array, q_block: Array):
-        block = locate(index, positions, kv_heads, num_keys, num_blocks, plan)
+        block = locate(index, positions, kv_heads, num_keys, num_blocks, cut)
 
         def step(key_block, carry, masked: bool):
             state, tiles = carry
-            read, start = take_keys(kv, block, key_block, plan)
+            read, start = take_keys(kv, block, key_block, cut)
             k_block, v_block = widened(read.k, q.dtype), widened(read.v, q.dtype)
             k_scale, v_scale = halves(read.scales)
             z, factor = raw_scores(q_block, k_block, spec, k_scale)
             if masked:
-                mask, real = block_masks(block, start, key_block, plan)
+                mask, real = block_masks(block, start, key_block, cut)
                 z, (v_block, v_scale) = jnp.where(mask, z, -jnp.inf), blank(v_block, v_scale, real)
             state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1, v_scale)
             return state, tiles and tiles.put(key_block, parts, state.m)
 
-        tiles = TileSums.zeros(kv.num_keys, plan) if spec.mass else ()
+        tiles = TileSums.zeros(kv.num_keys, cut) if spec.mass else ()
         carry = (init_state(q_block.shape[:2], q.shape[3]), tiles)
-        state, tiles = sweep(step, carry, block.ranges, kv.num_keys, plan)
+        state, tiles = sweep(step, carry, block.ranges, kv.num_keys, cut)
         out, lse = finish_state(state, block.valid)
-        return out.astype(q.dtype), lse, tiles and tiles.mass(lse, plan)
+        return out.astype(q.dtype), lse, tiles and tiles.mass(lse, cut)
 
     indices = jnp.arange(q_blocks.shape[0], dtype=jnp.int32)
     out, lse, mass = jax.lax.map(lambda x: query_block(*x), (indices, q_blocks))
-    out, lse = unblock_queries(out, q, plan), unblock_queries(lse, q, plan)
-    return out, lse, unblock_mass(mass, q, num_keys, plan) if spec.mass else None
+    out, lse = unblock_queries(out, q, cut), unblock_queries(lse, q, cut)
+    return out, lse, unblock_mass(mass, q, num_keys, cut) if spec.mass else None
 
 
 class TileSums(NamedTuple):
@@ -268,10 +268,10 @@ class TileSums(NamedTuple):
     maxima: Float[Array, "Q Y R"]
 
     @classmethod
-    def zeros(cls, num_keys: int, plan: Plan) -> "TileSums":
+    def zeros(cls, num_keys: int, cut: Blocking) -> "TileSums":
         """Return the state before any key; key blocks that are never visited keep these values, so their mass is 0."""
-        shape = (num_keys // plan.block_s, plan.heads, plan.rows)
-        tiles = plan.block_s // plan.spec.tile
+        shape = (num_keys // cut.block_s, cut.heads, cut.rows)
+        tiles = cut.block_s // cut.spec.tile
         return cls(jnp.zeros((*shape, tiles), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
 
     def put(self, key_block: Array, parts: Array, m: Array) -> "TileSums":
@@ -279,23 +279,23 @@ class TileSums(NamedTuple):
         update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=key_block, axis=0)
         return TileSums(update(self.sums, parts), update(self.maxima, m))
 
-    def mass(self, lse: Float[Array, "Y R"], plan: Plan) -> Float[Array, "Y I J"]:
+    def mass(self, lse: Float[Array, "Y R"], cut: Blocking) -> Float[Array, "Y I J"]:
         """Sum each key tile's probability, sum * 2^(m - lse) with lse in bits, over the rows of each query tile."""
         bits = jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf)
         weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see no key, whose sums may be anything
         part = jnp.where(weight > 0, self.sums * weight, 0.0)
-        part = part.reshape(*part.shape[:2], -1, plan.spec.query_tile * plan.groups, part.shape[-1]).sum(3)
+        part = part.reshape(*part.shape[:2], -1, cut.spec.query_tile * cut.groups, part.shape[-1]).sum(3)
         part = jnp.moveaxis(part, 0, 2)  # [Y, I, Q, P]
         return part.reshape(*part.shape[:2], -1)
 
 
-def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], num_keys: int, plan: Plan) -> Array:
+def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], num_keys: int, cut: Blocking) -> Array:
     """Reassemble the row blocks' masses into [B,K,I,J], without padding tiles."""
     batch, num_queries, num_heads = like.shape[:3]
-    kv_heads = num_heads // plan.groups
-    mass = mass.reshape(batch * kv_heads // plan.heads, -1, *mass.shape[1:])
+    kv_heads = num_heads // cut.groups
+    mass = mass.reshape(batch * kv_heads // cut.heads, -1, *mass.shape[1:])
     mass = jnp.swapaxes(mass, 1, 2).reshape(batch, kv_heads, -1, mass.shape[-1])
-    return mass[:, :, : ceil_div(num_queries, plan.spec.query_tile), : ceil_div(num_keys, plan.spec.tile)]
+    return mass[:, :, : ceil_div(num_queries, cut.spec.query_tile), : ceil_div(num_keys, cut.spec.tile)]
 
 
 def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
@@ -309,25 +309,25 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
     """
     out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
-    plan = plan_blocks(spec, config, q, KeyValues(k, v))
-    num_blocks = ceil_div(q.shape[1], plan.block_t)
+    cut = cut_call(spec, config, q, KeyValues(k, v))
+    num_blocks = ceil_div(q.shape[1], cut.block_t)
     seen = jnp.isfinite(lse)
     d_out = jnp.where(seen[..., None], cotangents[0].astype(jnp.float32), 0.0)
     offset = jnp.where(seen, cotangents[1] - (d_out * out.astype(jnp.float32)).sum(-1), 0.0)
     bits = jnp.where(seen, lse * LOG2_E, jnp.inf)
-    blocks = [block_queries(x, kv_heads, plan) for x in (q, d_out.astype(v.dtype), offset, bits)]
+    blocks = [block_queries(x, kv_heads, cut) for x in (q, d_out.astype(v.dtype), offset, bits)]
     kv = paging.flat(KeyValues(k, v))
 
     def query_block(grads, xs):
         index, q_block, do_block, offset_block, bits_block = xs
-        block = locate(index, positions, kv_heads, num_keys, num_blocks, plan)
+        block = locate(index, positions, kv_heads, num_keys, num_blocks, cut)
 
         def step(key_block, carry, masked: bool):
             dq, dk, dv = carry
-            (k_block, v_block, *_), start = take_keys(kv, block, key_block, plan)
+            (k_block, v_block, *_), start = take_keys(kv, block, key_block, cut)
             mask = block.valid[:, None, :]
             if masked:
-                sees, real = block_masks(block, start, key_block, plan)
+                sees, real = block_masks(block, start, key_block, cut)
                 k_block, v_block = jnp.where(real, k_block, 0), jnp.where(real, v_block, 0)
                 mask = mask & jnp.swapaxes(sees, 1, 2)
             z, factor = raw_scores(k_block, q_block, spec)
@@ -341,14 +341,14 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
             return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)
 
         carry = (jnp.zeros(q_block.shape, jnp.float32), *grads)
-        dq, dk, dv = sweep(step, carry, block.ranges, num_keys, plan)
+        dq, dk, dv = sweep(step, carry, block.ranges, num_keys, cut)
         return (dk, dv), jnp.where(block.valid[..., None], dq, 0.0).astype(q.dtype)
 
     zeros = jnp.zeros(kv.k.shape, jnp.float32)
     indices = jnp.arange(blocks[0].shape[0], dtype=jnp.int32)
     (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), (indices, *blocks))
     dk, dv = (x.reshape(k.shape).astype(k.dtype) for x in (dk, dv))
-    return unblock_queries(dq, q, plan), dk, dv
+    return unblock_queries(dq, q, cut), dk, dv
 
 
 dense = differentiable(attend, gradients)

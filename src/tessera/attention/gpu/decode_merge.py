@@ -1,15 +1,26 @@
-"""Masses of key tiles in score decode on Hopper: 2^(bank - lse), summed over rows, in the launch that merges splits.
+"""The second launch of Hopper decode: it merges the results of the splits and, in the score role, computes tile masses.
 
-The bank is log2 of each unit's sum of exponentials per row (`decode_splits` defines units); lse is log2 of a row's
-whole sum. The first thread blocks merge the splits (`split_merge`). Each other thread block computes the masses of a
-*piece*: a few hundred tiles of one KV head. It cannot wait for the merged lse, so it merges lse again from the splits'
-values, 4 bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read
-nothing. The decode kernel does not write units that no row sees, so they are masked by position.
+Merging works in float32, with lse in bits (base 2):
 
-Work: one exponential per (row, unit). The time is bounded by reading the bank once, at 4 bytes per row and unit.
+    out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m) over splits p, with m = max_p lse_p.
+
+Each partial result stores its lse in every column of a row, so the merge works number by number: each thread block
+takes a flat stretch, and every load is coalesced. XLA would take two to five launches, each as long as the attention of
+a small call.
+
+A tile's mass is 2^(bank - lse), summed over rows. The bank is log2 of each unit's sum of exponentials per row
+(`decode_splits` defines units); lse is log2 of a row's whole sum. In the score role, the first thread blocks merge the
+splits. Each other thread block computes the masses of a *piece*: a few hundred tiles of one KV head. It cannot wait for
+the merged lse, so it merges lse again from the splits' values, 4 bytes per row and split, while its part of the bank is
+being loaded. Thread blocks without a visible tile read nothing. The decode kernel does not write units that no row
+sees, so they are masked by position.
+
+Work of the masses: one exponential per (row, unit). The time is bounded by reading the bank once, at 4 bytes per row
+and unit.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +32,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tessera.attention.contract import Positions
-from tessera.attention.gpu import split_merge
 from tessera.attention.gpu.decode_splits import Cut, Run, find_run
 from tessera.attention.gpu.warpgroup import ROW, ROWS, filled
 from tessera.attention.online_softmax import FLOOR
 from tessera.core.shapes import ceil_div, round_up
 
+THREADS = 128
+STRETCH = 256
+"""Numbers that a thread block merges, two per thread. If STRETCH does not divide the total number, it merges THREADS,
+one per thread.
+
+Thread blocks are small because each waits for memory once per AT_ONCE splits; many thread blocks hide that wait.
+"""
+AT_ONCE = 16
+"""Maximum splits whose numbers a thread loads together; it takes up to two numbers from each split."""
 TILES = ROWS
 """Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
@@ -34,6 +53,89 @@ MOST_NUMBERS = 32
 holds 16 numbers."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
+
+
+def merge_splits(
+    out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """Merge the partial results of all splits.
+
+    Args:
+        out: each split's softmax-weighted values, float32; 0 where the split saw no key.
+        lse: log2 of each split's sum of exponentials, in every column of a row; -inf where the split saw no key.
+        dtype: dtype of the merged values.
+
+    Returns:
+        The merged values, and log2 of the whole sum in every column (float32).
+    """
+    rows, size = out.shape[1:], out[0].size
+    flat = [flatten(x) for x in (out, lse)]
+    merged = plgpu.kernel(
+        lambda *refs: merge_stretch(jax.lax.axis_index("stretch"), *refs),
+        out_type=merged_types(flat[0], dtype),
+        grid=(num_stretches(flat[0]),),
+        grid_names=("stretch",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="gpu_merge_splits",
+    )(*flat)
+    return tuple(x[:size].reshape(rows) for x in merged)
+
+
+def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
+    """Flatten each split's numbers, padded to a multiple of THREADS; no copy is made if they need no padding."""
+    x = x.reshape(x.shape[0], -1)
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % THREADS)])
+
+
+def merged_types(flat: Float[Array, "splits size"], dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(flat.shape[1:], x) for x in (dtype, jnp.float32)]
+
+
+def num_stretches(flat: Float[Array, "splits size"]) -> int:
+    return flat.shape[1] // stretch_of(flat.shape[1])
+
+
+def stretch_of(size: int) -> int:
+    return THREADS if size % STRETCH else STRETCH
+
+
+def merge_stretch(index, out_ref, lse_ref, merged_ref, merged_lse_ref) -> None:
+    """Merge the stretch of numbers with this index; the references hold flattened numbers."""
+    stretch = stretch_of(merged_ref.shape[0])
+    here = pl.ds(index * stretch, stretch)
+    state = tuple(jnp.full((stretch,), x, jnp.float32) for x in (FLOOR, 0.0, 0.0))
+    m, total, acc = fold(lambda i: (lse_ref[i, here], out_ref[i, here]), out_ref.shape[0], state)
+    seen = total > 0
+    safe = jnp.where(seen, total, 1.0)
+    merged_ref[here] = (acc / safe).astype(merged_ref.dtype)
+    merged_lse_ref[here] = jnp.where(seen, m + jnp.log2(safe), -jnp.inf)
+
+
+def fold(load: Callable, splits: int, state: tuple, at_once: int = AT_ONCE) -> tuple:
+    """Return the state (m, sum of weights 2^(lse - m), weighted sums of values) after all splits.
+
+    Args:
+        load: split -> (lse, values ...), with as many values as the state has weighted sums.
+        splits: number of splits.
+        state: state before the first split: m is FLOOR, the sums are 0.
+        at_once: splits whose loads are in flight together.
+    """
+
+    def absorb(first, count: int, state: tuple) -> tuple:
+        m_old, *sums = state
+        parts = [load(first + i) for i in range(count)]
+        m = functools.reduce(jnp.maximum, [bits for bits, *_ in parts], m_old)
+        alpha = jnp.exp2(m_old - m)  # m_old is at least FLOOR, which is finite: no split without keys makes NaN here
+        total, *sums = (x * alpha for x in sums)
+        for bits, *values in parts:
+            weight = jnp.exp2(bits - m)
+            total, sums = total + weight, [x + weight * value for x, value in zip(sums, values, strict=True)]
+        return m, total, *sums
+
+    whole, rest = divmod(splits, at_once)
+    if whole:
+        state = jax.lax.fori_loop(0, whole, lambda i, state: absorb(i * at_once, at_once, state), state)
+    return absorb(whole * at_once, rest, state) if rest else state
 
 
 class Refs(NamedTuple):
@@ -58,7 +160,7 @@ def merge_and_weigh(
     positions: Positions,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H"], Float[Array, "B K 1 J"]]:
-    """Merge partial results like `split_merge.merge_splits`, and also return the mass of every tile.
+    """Merge partial results like `merge_splits`, and also return the mass of every tile.
 
     A tile's mass is 2^(bank - lse) summed over rows and the tile's units; 0 for tiles that no row sees.
 
@@ -71,15 +173,15 @@ def merge_and_weigh(
         positions: positions of the rows.
         dtype: dtype of the merged values.
     """
-    flat = [split_merge.flatten(x) for x in (out, lse)]
+    flat = [flatten(x) for x in (out, lse)]
     rows, size = out.shape[1:], out[0].size
     bank = bank.reshape(*bank.shape[:3], -1, cut.per_tile, cut.rows)
     mass = jax.ShapeDtypeStruct((*bank.shape[:2], 1, round_up(cut.tiles, 4)), jnp.float32)
-    merging = split_merge.num_stretches(flat[0])
+    merging = num_stretches(flat[0])
     weighing = bank.shape[0] * bank.shape[1] * num_pieces(cut)
     merged, merged_lse, mass = plgpu.kernel(
         functools.partial(body, cut=cut, merging=merging),
-        out_type=[*split_merge.merged_types(flat[0], dtype), mass],
+        out_type=[*merged_types(flat[0], dtype), mass],
         grid=(merging + weighing,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
@@ -99,7 +201,6 @@ def stored_units(cut: Cut) -> int:
 
 
 def loads_per_piece(cut: Cut) -> int:
-    """Return how many loads of 64 tiles make a piece."""
     most = max(MOST_NUMBERS // (cut.parts * cut.per_tile * cut.rows), 1)
     return min(most, ceil_div(cut.tiles, TILES))
 
@@ -116,7 +217,7 @@ def body(*refs, cut: Cut, merging: int):
 
     @pl.when(block < merging)
     def _():
-        split_merge.merge_stretch(block, refs.out, refs.lse, refs.merged, refs.merged_lse)
+        merge_stretch(block, refs.out, refs.lse, refs.merged, refs.merged_lse)
 
     @pl.when(block >= merging)
     def _():
@@ -146,9 +247,9 @@ def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
     def _():
         note([filled((TILES,), 0.0, ROW)] * len(firsts))
 
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # make the threads' writes visible to the copy engine
     plgpu.copy_smem_to_gmem(piece_mass, refs.mass.at[sequence, head, 0, pl.ds(piece * size, size)])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # a thread block's shared memory is gone once it ends
 
 
 def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Array]:
@@ -168,7 +269,8 @@ def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Arr
         return (plgpu.load(refs.totals.at[split, *at], layout=COLUMN, optimized=False),)
 
     state = (filled((cut.rows,), FLOOR, COLUMN), filled((cut.rows,), 0.0, COLUMN))
-    m, total = split_merge.fold(load, refs.totals.shape[0], state, at_once=min(split_merge.AT_ONCE, 256 // cut.rows))
+    # The loads of `bits` above are in flight while the totals are merged; the masses need both.
+    m, total = fold(load, refs.totals.shape[0], state, at_once=min(AT_ONCE, 256 // cut.rows))
     lse = jax.lax.broadcast_in_dim(m + jnp.log2(total), bits[0].shape, [1])  # unused for rows that see no key
     tile, row = (plgpu.broadcasted_iota(jnp.int32, lse.shape, n, layout=plgpu.Layout.WGMMA) for n in (0, 1))
 
