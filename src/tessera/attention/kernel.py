@@ -27,7 +27,6 @@ class Capability:
     most: float | None = None
 
     def includes(self, here: str) -> bool:
-        """Return whether the range includes the capability `here`, such as "9.0"."""
         if not re.fullmatch(r"\d+\.\d+", here):  # JAX reports a name instead of numbers for another vendor's GPU
             return False
         return self.least <= float(here) and (self.most is None or float(here) <= self.most)
@@ -111,7 +110,6 @@ class Kernel:
         return self.library is None
 
     def is_named(self, backend: str) -> bool:
-        """Return whether `backend` is the kernel's name or its family."""
         return backend in (self.name, self.family)
 
     def runs_on(self, capability: str | None) -> bool:

@@ -65,12 +65,10 @@ class Workload:
 
     @property
     def num_query_tiles(self) -> int:
-        """Number of query tiles: ceil(T / query_tile)."""
         return ceil_div(self.num_queries, self.spec.query_tile)
 
     @property
     def num_key_tiles(self) -> int:
-        """Number of key tiles: ceil(S / tile)."""
         return ceil_div(self.num_keys, self.spec.tile)
 
     @property

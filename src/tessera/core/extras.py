@@ -4,7 +4,6 @@ from importlib.util import find_spec
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
     return find_spec(package) is not None
 
 

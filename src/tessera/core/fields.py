@@ -30,20 +30,17 @@ class Rule(NamedTuple):
 
 
 def integer(low: int, high: int) -> Rule:
-    """Return a rule that accepts integers from `low` to `high`, but not true or false."""
     words = "a positive integer of at most" if low == 1 else f"an integer from {low} to"
     return Rule(f"{words} {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def number(low: float, high: float) -> Rule:
-    """Return a rule that accepts numbers from `low` to `high`."""
     return Rule(
         f"a number from {low:g} to {high:g}", lambda value: type(value) in (int, float) and low <= value <= high
     )
 
 
 def positive(high: float) -> Rule:
-    """Return a rule that accepts numbers above 0 and at most `high`."""
     return Rule(
         f"a positive number of at most {high:g}", lambda value: type(value) in (int, float) and 0 < value <= high
     )
@@ -63,7 +60,6 @@ def record(table: Mapping[str, Rule], allowed: str) -> Rule:
 
 
 def either(*rules: Rule) -> Rule:
-    """Return a rule that accepts a value that fits any of the rules."""
     return Rule(", or ".join(rule.allowed for rule in rules), lambda value: any(rule.fits(value) for rule in rules))
 
 

@@ -41,7 +41,7 @@ def compiles_without_chip() -> bool:
     return any(find_spec(name) for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chip:
     """One accelerator's nominal limits.
 
@@ -83,86 +83,20 @@ class Chip:
 _MIB = 1 << 20
 _GIB = 1 << 30
 
+# fmt: off
 CHIPS: tuple[Chip, ...] = (
-    Chip(
-        name="v4",
-        device_kinds=("tpu v4",),
-        bf16_flops_per_s=275e12,
-        int8_ops_per_s=275e12,
-        bytes_per_s=1228e9,
-        memory_bytes=32 * _GIB,
-        cores=2,
-        on_chip_bytes=16 * _MIB,
-        clock_hz=1.05e9,
-    ),
-    Chip(
-        name="v5e",
-        device_kinds=("tpu v5 lite", "tpu v5e"),
-        bf16_flops_per_s=197e12,
-        int8_ops_per_s=393e12,
-        bytes_per_s=819e9,
-        memory_bytes=16 * _GIB,
-        cores=1,
-        on_chip_bytes=128 * _MIB,
-        clock_hz=1.5e9,
-    ),
-    Chip(
-        name="v5p",
-        device_kinds=("tpu v5", "tpu v5p"),
-        bf16_flops_per_s=459e12,
-        int8_ops_per_s=918e12,
-        bytes_per_s=2765e9,
-        memory_bytes=95 * _GIB,
-        cores=2,
-        on_chip_bytes=64 * _MIB,
-        clock_hz=1.75e9,
-    ),
-    Chip(
-        name="v6e",
-        device_kinds=("tpu v6 lite", "tpu v6e"),
-        bf16_flops_per_s=918e12,
-        int8_ops_per_s=1836e12,
-        bytes_per_s=1638e9,
-        memory_bytes=32 * _GIB,
-        cores=1,
-        on_chip_bytes=128 * _MIB,
-        clock_hz=1.75e9,
-    ),
-    Chip(
-        name="v7x",
-        device_kinds=("tpu7x", "tpu v7x", "tpu v7"),
-        bf16_flops_per_s=2307e12,
-        int8_ops_per_s=4614e12,
-        bytes_per_s=7380e9,
-        memory_bytes=192 * _GIB,
-        cores=2,
-        on_chip_bytes=64 * _MIB,
-        devices=2,
-        clock_hz=1.9e9,
-    ),
-    Chip(
-        name="h100",
-        device_kinds=("nvidia h100 80gb hbm3", "nvidia h100"),
-        bf16_flops_per_s=989e12,
-        int8_ops_per_s=1979e12,
-        bytes_per_s=3350e9,
-        memory_bytes=80e9,
-        cores=132,
-        on_chip_bytes=227 * 1024,
-        capability="9.0",
-    ),
-    Chip(
-        name="h200",
-        device_kinds=("nvidia h200",),
-        bf16_flops_per_s=989e12,
-        int8_ops_per_s=1979e12,
-        bytes_per_s=4800e9,
-        memory_bytes=141e9,
-        cores=132,
-        on_chip_bytes=227 * 1024,
-        capability="9.0",
-    ),
+    # name, device kinds, bfloat16 and 8-bit rate, memory bandwidth and size, cores, on-chip bytes of one core
+    Chip("v4", ("tpu v4",), 275e12, 275e12, 1228e9, 32 * _GIB, 2, 16 * _MIB, clock_hz=1.05e9),
+    Chip("v5e", ("tpu v5 lite", "tpu v5e"), 197e12, 393e12, 819e9, 16 * _GIB, 1, 128 * _MIB, clock_hz=1.5e9),
+    Chip("v5p", ("tpu v5", "tpu v5p"), 459e12, 918e12, 2765e9, 95 * _GIB, 2, 64 * _MIB, clock_hz=1.75e9),
+    Chip("v6e", ("tpu v6 lite", "tpu v6e"), 918e12, 1836e12, 1638e9, 32 * _GIB, 1, 128 * _MIB, clock_hz=1.75e9),
+    Chip("v7x", ("tpu7x", "tpu v7x", "tpu v7"), 2307e12, 4614e12, 7380e9, 192 * _GIB, 2, 64 * _MIB,
+         devices=2, clock_hz=1.9e9),
+    Chip("h100", ("nvidia h100 80gb hbm3", "nvidia h100"), 989e12, 1979e12, 3350e9, 80e9, 132, 227 * 1024,
+         capability="9.0"),
+    Chip("h200", ("nvidia h200",), 989e12, 1979e12, 4800e9, 141e9, 132, 227 * 1024, capability="9.0"),
 )
+# fmt: on
 
 LINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType(
     {"v4": 300e9, "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9, "h100": 900e9, "h200": 900e9}
@@ -206,7 +140,6 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    """Describe this host's processor. Each call reads /proc again, if it exists."""
     return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
 
 

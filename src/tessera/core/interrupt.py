@@ -187,7 +187,6 @@ def told() -> None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed."""
     if asked():
         raise KeyboardInterrupt
 

@@ -46,7 +46,6 @@ class Form:
 
     @property
     def bits(self) -> int:
-        """Bits per value, without the scales."""
         return 4 if self.kind in ("int4", "uint4") else 8
 
 
@@ -141,11 +140,9 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, scales included."""
         return sum(num_bytes(leaf) for leaf in jax.tree.leaves(self))
 
     def devices(self) -> set[jax.Device]:
-        """Return the devices that hold the values."""
         return self.values.devices()
 
 
@@ -155,7 +152,6 @@ def is_quantised(leaf: Any) -> bool:
 
 
 def has_quantised(tree: Any) -> bool:
-    """Return whether a pytree holds a quantised matrix."""
     return any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised)))
 
 
@@ -171,7 +167,6 @@ def num_bytes(array: Any) -> int:
 
 
 def check_name(name: str | None) -> None:
-    """Raise ValueError unless `name` is None or one of NAMES."""
     if name is not None and name not in NAMES:
         raise ValueError(f"weights={name!r} must be one of {', '.join(NAMES)}, or None for the float dtype")
 

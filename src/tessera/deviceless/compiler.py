@@ -122,7 +122,6 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
 
 
 def out_of_time(limit_s: float) -> CompileError:
-    """Return the error of a worker that was killed at its time limit."""
     meaning = f"the compiler was stopped at --limit-s {limit_s:g}; with more time, this call may compile"
     return CompileError(TIME, "", meaning, "raise --limit-s, or use smaller or fewer unrolled blocks")
 
@@ -159,7 +158,6 @@ class Compiled:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the compiler was stopped at its time limit."""
         return self.error is not None and self.error.kind == TIME
 
     @property

@@ -134,7 +134,6 @@ def plain_entry(text: str) -> str:
 
 
 def entry(text: str) -> list[str]:
-    """Return the lines of the entry computation."""
     return computations(text).get("ENTRY", [])
 
 

@@ -53,7 +53,6 @@ class Inspection:
     found: Compiled | None = None
 
     def json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
         body = {key: getattr(self, key) for key in self.KEYS}
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
 

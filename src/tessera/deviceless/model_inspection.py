@@ -70,7 +70,6 @@ class StepInspection:
     compile_s: float | None = None
 
     def json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
 
 
@@ -172,7 +171,6 @@ def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> fl
 
 
 def print_step(result: StepInspection) -> None:
-    """Print the result as a table, or the compiler's error."""
     from rich.console import Console
     from rich.table import Table
 

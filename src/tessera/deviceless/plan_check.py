@@ -60,7 +60,6 @@ class Check:
         return f"{what}, compiled {format_bytes(self.found.hbm_bytes)} ({100 * self.error:+.2f} %)"
 
     def json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints for this step."""
         found = self.found.json()
         return {
             "call": dict(self.call),
@@ -87,13 +86,11 @@ def require_compiler(q: Question) -> None:
 
 
 def types_of(config: ModelConfig, call: Mapping[str, Any]) -> Types:
-    """Return the types of a step's weights and cache; a type that the call does not state is the model's dtype."""
     given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
     return Types(**given, dtype=config.dtype)
 
 
 def planned(config: ModelConfig, chip: str, devices: int, call: Mapping[str, Any]) -> Footprint:
-    """Plan the bytes of the step that `inspect_step` compiles."""
     types = types_of(config, call)
     rows = 1 if call["phase"] == "decode" else call["queries"]
     load = Load(batch=call["batch"], num_keys=call["length"], rows=rows, stacked=True)

@@ -122,6 +122,5 @@ def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Sh
 
 
 def roles(policy: Policy, config: ModelConfig) -> Mapping[str, int]:
-    """Count the layers of each attention role."""
     found = policy.roles() if isinstance(policy, Kascade) else ("dense",) * config.num_layers
     return {role: found.count(role) for role in ("dense", "score", "sparse") if role in found}

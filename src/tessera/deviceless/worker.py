@@ -43,7 +43,6 @@ def pallas_errors(platform: str) -> tuple[type[Exception], ...]:
 
 
 def main() -> int:
-    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library prints go to stderr and cannot break the protocol
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
@@ -189,7 +188,6 @@ def build(request: dict, devices) -> tuple:
 
 
 def memory(compiled) -> dict:
-    """Return the bytes of main memory that the program uses on one device, by purpose."""
     found = compiled.memory_analysis()
     names = ("argument", "output", "temp", "alias", "generated_code")
     return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in names}

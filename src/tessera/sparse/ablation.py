@@ -39,11 +39,9 @@ class Tiling:
     score_rows: int = 4
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return `spec` with the tile sizes of this tiling."""
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def always(self) -> dict[str, int]:
-        """Return the keyword arguments of `select_tiles` for minimum, local keys and sinks."""
         return {"minimum": self.minimum, "local": self.local, "sinks": self.sinks}
 
 

@@ -50,7 +50,6 @@ class Kascade(Choice, Policy):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Kascade":
-        """Build the policy that a plan describes."""
         return cls(**plan.choice())
 
     @property

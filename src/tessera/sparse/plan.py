@@ -260,7 +260,6 @@ def check_promise(promise: Mapping[str, Any]) -> None:
 
 
 def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional: set[str] = frozenset()) -> None:
-    """Raise ValueError if a name is missing or unknown."""
     if missing := sorted(needed - found.keys()):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     if unknown := sorted(found.keys() - needed - optional):

@@ -10,14 +10,12 @@ from tessera.sparse.contract import Reads
 
 
 def init_reads(num_layers: int, batch: int) -> Reads:
-    """Return counters at zero."""
     return Reads(jnp.zeros((num_layers, batch), jnp.float32), jnp.zeros((num_layers, batch), jnp.float32))
 
 
 def record_reads(
     reads: Reads, layer: int | Array, read_BK: Float[Array, "B K"], visible_BK: Float[Array, "B K"]
 ) -> Reads:
-    """Return the counters with one layer's counts, summed over KV heads."""
     return Reads(reads.read.at[layer].set(read_BK.sum(-1)), reads.visible.at[layer].set(visible_BK.sum(-1)))
 
 

@@ -78,7 +78,6 @@ class Cut(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys per thread block of the dk and dv kernel."""
         return ROWS if self.shared else BLOCK
 
 

@@ -116,7 +116,6 @@ dense = differentiable(attend, gpu_backward.gradients)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why cuDNN cannot run this call; None if it can."""
     if shapes.num_queries == 1:
         return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):

@@ -133,7 +133,6 @@ class Place(NamedTuple):
 
 
 def name_refs(refs: tuple, cut: Cut) -> Refs:
-    """Name the kernel's positional references."""
     it, sparse, score = iter(refs), cut.role == "sparse", cut.role == "score"
     positions = Positions(next(it), next(it), next(it))
     paged = cut.shapes.page is not None
@@ -179,7 +178,6 @@ def in_bits(z: Array, cut: Cut) -> Array:
 
 
 def block_scores(refs: Refs, cut: Cut, slot) -> Array:
-    """Compute q k^T for the block of keys in buffer `slot`."""
     if not cut.shapes.scaled:
         return scores(refs.q_block, refs.k_block.at[slot])
     # No warp still reads the block before: k_wide and v_wide take turns, and each `widen` ends with a barrier.
@@ -392,7 +390,6 @@ def resident(cut: Cut, config: Config) -> int:
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     role = role_of(spec, shapes)
     if shapes.scaled and shapes.dtype != "bfloat16":
         return f"dtype={shapes.dtype}: int8 values times their scales may underflow in this dtype; use bfloat16"

@@ -206,7 +206,6 @@ def loads_per_piece(cut: Cut) -> int:
 
 
 def num_pieces(cut: Cut) -> int:
-    """Return the number of pieces per KV head of a sequence, each computed by one thread block."""
     return ceil_div(cut.tiles, loads_per_piece(cut) * TILES)
 
 

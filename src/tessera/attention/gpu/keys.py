@@ -203,7 +203,6 @@ def launch(
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile != 1:
         return f"tile={spec.tile} must be 1: gpu_prefill_sparse is faster for larger tiles"
     if shapes.head_dim not in HEAD_DIMS:
@@ -220,7 +219,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield every config that fits in shared memory."""
     for block_s, stages in itertools.product((64, 128), (3, 4, 6)):
         config = Config(rows=64, block_s=block_s, stages=stages)
         ids_bytes = 4 * stages * block_s

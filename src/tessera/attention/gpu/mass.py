@@ -75,7 +75,6 @@ def tile_mass(
 
 
 def cut_call(spec: AttentionSpec, groups: int, unit: int) -> Cut:
-    """Compute the sizes of a launch."""
     aligned = spec.query_tile % ALIGNED == 0
     span = spec.query_tile if aligned else round_up(spec.query_tile + ALIGNED - 1, ALIGNED)
     width = min(span, MOST_ROWS)

@@ -345,7 +345,6 @@ def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
-    """Return the sequence, heads and rows of this thread block."""
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
     # Later causal rows see more keys: run the longest thread blocks first, so that short ones fill the gaps at the end.
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK_T
@@ -365,7 +364,6 @@ def places_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple]:
 
 
 def copy_pieces(source, target, landed, sources: list[tuple], item: Item, cut: Cut) -> None:
-    """Start the copies of a key block from their places in `source`."""
     for n, (row, key) in enumerate(sources):
         part = target if len(sources) == 1 else target.at[pl.ds(n * cut.piece, cut.piece)]
         plgpu.copy_gmem_to_smem(source.at[row, item.h, pl.ds(key, cut.piece)], part, landed)
@@ -552,7 +550,6 @@ def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
 
 
 def natural(lse: Array, num_queries: int) -> Array:
-    """Convert lse [B,N,rows] in bits to lse [B,T,N] in nats."""
     return LN_2 * jnp.swapaxes(lse, 1, 2)[:, :num_queries]
 
 
@@ -576,7 +573,6 @@ dense = differentiable(attend_to_floats, gpu_backward.gradients)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if shapes.scaled and shapes.dtype != "bfloat16":

@@ -207,7 +207,6 @@ def launch(
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: smaller tiles are not worth one copy each"
     if shapes.head_dim not in HEAD_DIMS:

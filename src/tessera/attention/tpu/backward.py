@@ -73,7 +73,6 @@ class Cut(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor on q.k."""
         return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
 
     @property
@@ -114,7 +113,6 @@ class Range(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call and derive the other sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     block_t = min(config.block_t, round_up(shapes.num_queries, LANES))
     block_s = min(config.block_s, max(1 << (shapes.num_keys - 1).bit_length(), LANES))

@@ -104,7 +104,6 @@ class Refs(NamedTuple):
 
 
 def name_refs(refs: tuple, cut: Cut) -> Refs:
-    """Name the kernel's positional references."""
     it = iter(refs)
     sparse, score = cut.role == "sparse", cut.role == "score"
     ranges = Ranges(*(next(it) for _ in Ranges._fields))
@@ -316,7 +315,6 @@ def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
 
 
 def call(cut: Cut, out_dtype, dtype):
-    """Build the `pallas_call` of one call."""
     groups, rows = cut.kv_heads // cut.heads, cut.heads * cut.rows
     out = jax.ShapeDtypeStruct(
         (cut.splits, cut.batch, groups, rows, cut.head_dim), out_dtype if cut.splits == 1 else jnp.float32
@@ -387,7 +385,6 @@ def chip() -> tuple[int, int]:
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     role = role_of(spec, shapes)
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
@@ -414,7 +411,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield block sizes, heads and splits around the default."""
     best = default_config(spec, shapes)
     axes = {
         "block_s": [max(best.block_s * times // 4, LANES) for times in (1, 2, 4, 8)],

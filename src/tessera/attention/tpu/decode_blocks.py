@@ -84,7 +84,6 @@ class Cut(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Grid steps of one chain."""
         return self.batch * self.pieces
 
     @property
@@ -350,7 +349,6 @@ def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
 
 
 def is_whole(stream: Stream, cut: Cut, step, block):
-    """Return whether the rows of all heads see every key of the block."""
     index = pl.program_id(0) * cut.steps + step
     return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
 

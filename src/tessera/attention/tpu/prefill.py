@@ -284,7 +284,6 @@ def held(block, kv_len, cut: Cut):
 
 
 def copy_unit(pool: Pool, block, first, i: int, slot, cut: Cut) -> list:
-    """Build the copies of the block's unit number first + i, where i is a constant."""
     unit = cut.unit
     at = pl.multiple_of(first * unit, unit)
     entry, offset = pages.find(block * cut.block_s + at + i * unit, cut.page, unit)
@@ -437,7 +436,6 @@ def attend(
 
 
 def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
-    """Estimate the call's cost for XLA's scheduler."""
     needed = work.prefill(spec, shapes)
     pairs = needed["flops"] / (4 * shapes.head_dim)
     return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
@@ -474,7 +472,6 @@ dense = differentiable(attend, gradients)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
     if (reason := pages.refusal(shapes, in_rows=True)) is not None or not spec.mass:
@@ -524,7 +521,6 @@ def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other block sizes, and with `matrix_sums` and `state_in_vmem` on and off."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

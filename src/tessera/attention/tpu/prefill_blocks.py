@@ -94,7 +94,6 @@ class Cut(NamedTuple):
 
     @property
     def units_at_once(self) -> int:
-        """Units per straight-line run of copies."""
         return min(PAGES_AT_ONCE, self.block_s // self.unit)
 
     @property
@@ -137,7 +136,6 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call and derive the other sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     unit = 16  # rows of a packed bfloat16 tile
     while spec.mass and unit % spec.query_tile:
@@ -193,7 +191,6 @@ def banks_of(keys: Range, cut: Cut) -> tuple[Array, Array]:
 
 
 def bank_bytes(spec: AttentionSpec, shapes: Shapes) -> int:
-    """Return the bytes of VMEM for one row's banks and their maxima."""
     banks = ceil_div(shapes.num_keys, LANES * spec.tile)
     return 4 * LANES * (banks + ceil_div(banks, LANES))
 

@@ -376,7 +376,6 @@ def launch(
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < PACKED:
         return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
     if shapes.scaled and spec.tile != LANES:
@@ -411,7 +410,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other block sizes, and with `matrix_sums` on and off."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

@@ -64,7 +64,6 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
-    """Compute the sizes of a launch, clipped to the call."""
     groups = shapes.num_heads // shapes.num_kv_heads
     tokens = min(spec.query_tile, round_up(shapes.num_queries, PACKED))
     parts = 1

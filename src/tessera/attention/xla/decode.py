@@ -79,7 +79,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield block sizes that are powers of two around the default."""
     for block_s in (128, 256, 512, 1024, 2048):
         yield Config(block_s=block_s)
 
@@ -157,13 +156,11 @@ def slice_keys(kv: KeyValues, start: Array, size: int) -> KeyValues:
 
 
 def halves(scales: Float[Array, "B K 2 P"]) -> tuple[Float[Array, "B K 1 P"], Float[Array, "B K 1 P"]]:
-    """Return the scales of keys and the scales of values, as float32."""
     scales = scales.astype(jnp.float32)
     return scales[:, :, :1], scales[:, :, 1:]
 
 
 def in_range(key_P: Int32[Array, "P"], keys: Range) -> Bool[Array, "B P"]:
-    """Mark the keys at positions `key_P` that lie in each sequence's range."""
     return (key_P >= keys.start[:, None]) & (key_P < keys.stop[:, None])
 
 

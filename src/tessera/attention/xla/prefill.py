@@ -275,7 +275,6 @@ class TileSums(NamedTuple):
         return cls(jnp.zeros((*shape, tiles), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
 
     def put(self, key_block: Array, parts: Array, m: Array) -> "TileSums":
-        """Store one key block's sums."""
         update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=key_block, axis=0)
         return TileSums(update(self.sums, parts), update(self.maxima, m))
 
@@ -391,7 +390,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield blocks of 128 to 1024 rows by 128 to 1024 keys."""
     groups = shapes.num_heads // shapes.num_kv_heads
     for rows in (128, 256, 512, 1024):
         for block_s in (128, 256, 512, 1024):

@@ -245,7 +245,6 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield 128 to 1024 keys per unmasked step and 128 or 256 per masked step."""
     for block_s in (128, 256, 512, 1024):
         for mask_s in (128, 256):
             yield Config(block_s=block_s, mask_s=mask_s)

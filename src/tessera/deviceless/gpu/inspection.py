@@ -151,7 +151,6 @@ def inspect_call(
 
 
 def least_bytes(shapes: Shapes) -> int:
-    """Sum the bytes of q, K, V and out."""
     rows, keys = shapes.num_queries * shapes.num_heads, shapes.num_keys * shapes.num_kv_heads
     return 2 * shapes.batch * (rows + keys) * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
 
@@ -217,7 +216,6 @@ def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
 
 
 def ceilings(chip: str, dtype: str) -> Ceilings:
-    """Return the chip's ceilings for operands of this dtype."""
     on = CEILINGS[chip]
     return on._replace(flops_per_s=FLOAT32 * on.flops_per_s) if dtype == "float32" else on
 
@@ -244,7 +242,6 @@ def verdict(gates: tuple[str, ...] | None) -> str:
 
 
 def describe(report: sass.Report, launches: int | None) -> str:
-    """Describe one kernel in two lines; `launches` is None if unknown."""
     launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
     launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
     counts = ", ".join(f"{n} {c}" for n in gates.WATCHED if (c := report.instructions.get(n)))

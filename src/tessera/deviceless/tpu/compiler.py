@@ -185,11 +185,9 @@ def explain(text: str) -> CompileError:
 
 
 def cores_of(chip: str) -> int:
-    """Return the number of cores of one jax device."""
     found = hardware.chip(chip)
     return found.cores // found.devices
 
 
 def clock_hz(chip: str) -> float:
-    """Return the clock of a core in cycles per second."""
     return hardware.chip(chip).clock_hz

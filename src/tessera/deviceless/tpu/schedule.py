@@ -81,11 +81,9 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """The pallas_call's name, without the compiler's number."""
         return re.sub(r"\.\d+$", "", self.kernel)
 
     def region(self, name: str) -> Region | None:
-        """Return the region with this name, or None."""
         return next((region for region in self.regions if region.name == name), None)
 
 
