@@ -42,7 +42,7 @@ def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: Atten
     In [whole, masked), padding rows and keys at or past kv_len count as visible: callers must zero them.
     """
     kv_len, q_len = limits
-    start, whole, masked = 0, 0, up(q_len, size)
+    start, whole, masked = 0, 0, up(q_len, size)  # without a mask, every row sees every key
     stop = jnp.where(key < kv_len, masked, 0)
     if spec.causal:
         start, whole = down(key - q_start, size), up(key + keys - 1 - q_start, size)

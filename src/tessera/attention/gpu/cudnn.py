@@ -94,10 +94,11 @@ def attend(
     alive = (row < positions.q_len[:, None]) & (positions.kv_len > 0)[:, None]
     if spec.causal:
         alive &= positions.q_start[:, None] + row >= 0
+    # Padding rows may hold NaN. cuDNN computes them like any other row; `alive` clears their results.
     q = jnp.where((row < positions.q_len[:, None])[:, :, None, None], q_BTNH, 0)
     k, v = (jnp.swapaxes(jnp.where(valid, x, 0), 1, 2) for x in (k_BKSH, v_BKSH))
     fused_path = functools.partial(cudnn, scale=scale, causal=spec.causal)
-    kv_len = jnp.maximum(positions.kv_len, 1)
+    kv_len = jnp.maximum(positions.kv_len, 1)  # cuDNN needs a key; `alive` clears the rows of sequences without any
     if spec.causal:
         out, lse = jax.lax.cond(
             jnp.all(positions.q_start == 0),

@@ -99,13 +99,14 @@ def find_run(cut: Cut, split, positions: Positions, listed_tiles=0) -> Run:
     stop = jnp.minimum(stop, row + 1) if spec.causal else stop
     start = jnp.int32(0) if spec.window is None else jnp.maximum(row - (spec.window - 1), 0)
     seen = (positions.q_len > 0) & (stop > start)
-    start, stop = jnp.where(seen, start, 0), jnp.where(seen, stop, 0)
+    start, stop = jnp.where(seen, start, 0), jnp.where(seen, stop, 0)  # nothing seen: no block, and no mask needed
     listed = jnp.int32(0)
     if cut.role == "sparse":
         listed = jnp.where(seen, listed_tiles * (spec.tile // cut.unit), 0)
         begin, end = jnp.int32(0), jax.lax.div(listed + (cut.units - 1), jnp.int32(cut.units))
     else:
         begin, end = jax.lax.div(start, jnp.int32(block_s)), jax.lax.div(stop + (block_s - 1), jnp.int32(block_s))
+    # Shares of what this sequence sees, not of the cache: a short sequence, too, keeps all splits busy.
     share = jax.lax.div(end - begin + (cut.splits - 1), jnp.int32(cut.splits))
     first = begin + split * share
     return Run(start, stop, listed, first, jnp.clip(end - first, 0, share))
@@ -129,6 +130,7 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
     """Return the columns [lo, hi) of a block that the row sees; listed keys also give one range, because ids ascend."""
     if cut.role != "sparse":
         return jnp.maximum(run.start - starts[0], 0), jnp.minimum(run.stop - starts[0], cut.block_s)
+    # Count the keys of listed units before the visible range's start, and before its stop.
     lo = hi = jnp.int32(0)
     for i, start in enumerate(starts):
         listed = block * cut.units + i < run.listed

@@ -66,7 +66,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
     NEVER.
     """
     last = read(refs, item, "end") - 1
-    if simulated():
+    if simulated():  # the interpreter has no copies by single threads
 
         def copy_row(row, _):
             key = refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]
@@ -77,6 +77,8 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
         jax.lax.fori_loop(0, cut.block_s, copy_row, None)
         return
     columns = cut.head_dim * jnp.dtype(cut.dtype).itemsize // COPY_BYTES
+    # Neighbouring threads copy neighbouring 16-byte columns of a row, so that a row's copies share memory transactions;
+    # the thread block's 128 threads take `together` rows at a time.
     together, lines = THREADS // columns, swizzled(cut.dtype)
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=PER_THREAD)
     place = place_of(thread // columns, thread % columns, columns)
@@ -95,7 +97,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
         place = vector.extract(place, dynamic_position=[], static_position=[0])
         thread = arith.remui(mosaic.utils.thread_idx(), mosaic.c(THREADS, i32))
         column, row = (op(thread, mosaic.c(columns, i32)) for op in (arith.remui, arith.divui))
-        place = arith.muli(place, mosaic.c(8, i32))
+        place = arith.muli(place, mosaic.c(8, i32))  # 16 bytes are 8 numbers
         # All lists together may hold more entries than 32 bits count.
         listed = arith.muli(arith.extui(i64, nth_list), mosaic.c(capacity, i64))
         listed = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(tiles), [listed], i32)
@@ -105,6 +107,8 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
             key = llvm.load(i32, mosaic.utils.getelementptr(listed, [arith.minsi(at, last)], i32))
             return key, arith.cmpi(arith.CmpIPredicate.sle, at, last)
 
+        # The rows of a pass lie `together` rows, a multiple of 8, after those of the pass before: the swizzle, which
+        # depends on the row modulo 8, is the same, and `place` needs to be computed only once.
         for n in range(cut.block_s // together):
             key, _ = key_at(arith.addi(row, mosaic.c(n * together, i32)))
             line = arith.addi(arith.extui(i64, base), arith.extui(i64, key))
@@ -115,8 +119,10 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
                 source = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(source), [at], number)
                 source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), source)
                 target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(target), [to], number)
+                # CG: through L2 only. A thread block reads a row once, so L1 would not help.
                 nvvm.cp_async_shared_global(target, source, COPY_BYTES, nvvm.LoadCacheModifierKind.CG)
         nvvm.cp_async_commit_group()
+        # One position per thread. With blocks of 64 keys, two threads write the same number to the same place.
         row = arith.remui(thread, mosaic.c(cut.block_s, i32))
         key, inside = key_at(row)
         target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(ids), [row], i32)

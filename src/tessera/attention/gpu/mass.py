@@ -97,8 +97,10 @@ def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
     def load(n: Array) -> Array:
         """Return probabilities [units, rows] of the n-th load; 0 for rows of other query tiles and for unseen units."""
         begin = aligned + jax.lax.rem(n, cut.pieces) * cut.width
+        # A load that would pass the end starts earlier; `place >= begin` below drops the rows that it repeats.
         at = pl.multiple_of(jnp.minimum(begin, bits.shape[3] - cut.width), ALIGNED)
         query_head = h * cut.groups + jax.lax.div(n, cut.pieces)
+        # Units are rows here and query rows columns, so that a thread holds many rows of one unit and adds them itself.
         x = plgpu.load(
             bits.at[b, query_head, pl.ds(unit, UNITS), pl.ds(at, cut.width)],
             layout=plgpu.Layout.WGMMA,
@@ -117,6 +119,7 @@ def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
             seen = seen & (key + (cut.unit + spec.window - 1) > place + first)
         return jnp.where(seen, jnp.exp2(x - total), 0.0)
 
+    # Issue several loads before the first sum: each waits for memory, and one after another they would wait in turn.
     loads = cut.groups * cut.pieces
     together = next(n for n in range(UNROLLED, 0, -1) if loads % n == 0)
 

@@ -102,6 +102,8 @@ def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Cal
         acc_ref, *out_refs = refs
 
         def product(s_ref):
+            # Both are issued before the first is awaited. wait_n=1 waits until one is left in flight: products finish
+            # in order, so the scores are there, while p v may still run.
             plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
             plgpu.wgmma(acc_ref, p, v_smem)
             issued()

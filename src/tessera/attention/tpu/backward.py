@@ -138,6 +138,7 @@ def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
     q_start, kv_len, q_len = (p[b] for p in positions)
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
+    # A row block of padding needs no chunk.
     kv_len = jnp.where(i * cut.block_t < q_len, jnp.clip(kv_len, 0, cut.num_keys), 0)
     return chunk_range(first, last, kv_len, slab * cut.block_s, cut)
 
@@ -231,7 +232,7 @@ def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
         out, d_out = (x[0, :, flat] if cut.flat else x[0, g] for x in (refs.out, refs.d_out))
         out, d_out = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (out, d_out))
         refs.d_rows[g] = d_out.astype(refs.d_rows.dtype)
-        # A product with ones sums each row and leaves the sums along lanes.
+        # A product with ones sums each row and leaves the sums along lanes, where `absorb` broadcasts them over keys.
         refs.offset[g : g + 1] = dot(ones, d_out * out, 1, 1)[:1] - refs.d_lse[0, 0, g : g + 1]
 
 
@@ -260,7 +261,7 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
         ds = p * (dot(v, d_out, 1, 1) - refs.offset[g : g + 1])
         if cut.spec.softcap:
             ds = ds * (1 - t * t)
-        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
+        p, ds = p.astype(q.dtype), ds.astype(q.dtype)  # the matrix unit's operands; the sums stay float32
         dv = dv + dot(p, d_out, 1, 0)
         dk = dk + dot(ds, q, 1, 0)
         refs.dq_sum[g] += dot(ds, k, 0, 0)

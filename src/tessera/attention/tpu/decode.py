@@ -137,7 +137,7 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Arr
     lo, hi = span(refs.stream, cut, step, head, block)
     key = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
     seen = (key >= lo) & (key < hi) & (cut.role != "sparse" or listed_keys(refs.stream, cut, step, head, block))
-    v_scale = jnp.where(seen, scales[1:], 0.0) if cut.scaled else None
+    v_scale = jnp.where(seen, scales[1:], 0.0) if cut.scaled else None  # p is 0 there, and 0 * NaN is NaN
     return jnp.where(seen, y, -jnp.inf), v_scale
 
 
@@ -176,6 +176,7 @@ def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
     bank, lane = block * per_block // LANES, block * per_block % LANES
     at = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) - lane
     held = refs.bank[bank]
+    # The product leaves the sums in lanes 0, 1, ...: rotate them to their tiles' lanes in the bank.
     refs.bank[bank] = jnp.where((at >= 0) & (at < per_block), pltpu.roll(jnp.log2(sums), lane, 1) + m, held)
 
 
@@ -281,6 +282,7 @@ def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
     """Run the whole call: lay out q as rows per KV head, launch the kernel once, and merge the splits."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
+    # Padding rows may hold NaN. G rows fill whole registers of 8; the matrix unit has time to spare for the others.
     rows = jnp.where(
         (positions.q_len > 0)[:, None, None, None], q[:, 0].reshape(cut.batch, cut.kv_heads, -1, cut.head_dim), 0
     )
@@ -367,7 +369,10 @@ def call(cut: Cut, out_dtype, dtype):
         ),
         out_shape=[out, lse] + [mass] * (cut.role == "score"),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
+            dimension_semantics=(
+                "parallel",
+                "arbitrary",
+            ),  # the steps of a chain hand buffers on: in order, on one core
             vmem_limit_bytes=chip()[1] * 7 // 8,
             disable_bounds_checks=True,  # ids and tables are clipped before the launch
         ),

@@ -125,7 +125,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int
     pieces = piece = 1
     consecutive = shapes.page or stored  # keys that one copy can bring
     if role == "dense":
-        unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)
+        unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)  # no unit straddles two pages
         block_s = round_up(min(block_s, stored), unit)
     elif role == "score":  # a block is 2^n tiles, at most 128, so that its sums never straddle two banks
         unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)
@@ -134,6 +134,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int
     else:
         stored = max(stored, spec.tile)
         consecutive = shapes.page or stored
+        # If keys or scales lie along lanes, a copy moves 128 of them, so small tiles are read in units of several.
         unit = LANES if (shapes.scaled or shapes.head_dim % LANES) and consecutive % LANES == 0 else spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)
         block_s = per_block * unit
@@ -227,6 +228,7 @@ def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
         )
     lo, hi = jnp.where(hi > lo, lo, 0), jnp.where(hi > lo, hi, 0)
     by_group = (cut.batch, cut.kv_heads // cut.heads, cut.heads)
+    # The heads of a group share blocks and copies: from the first key that any of them needs to the last.
     start = jnp.where(hi > lo, lo, cut.stored).reshape(by_group).min(-1).T // cut.block_s
     stop = (hi.reshape(by_group).max(-1).T + cut.block_s - 1) // cut.block_s  # [groups of heads, B]
     size = (jnp.maximum(stop - start, 0) + cut.splits - 1) // cut.splits
@@ -238,6 +240,7 @@ def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
         begin, end = jnp.maximum(begin, piece), jnp.minimum(end, piece + cut.piece * cut.unit // cut.block_s)
     count = jnp.maximum(end - begin, 0).reshape(cut.chains, cut.steps)
     before = jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
+    # A block is whole only if all heads of the group see all of it: it then takes one wait, and no values are zeroed.
     whole_from = (lo.reshape(by_group).max(-1).T + cut.block_s - 1) // cut.block_s
     whole_to = hi.reshape(by_group).min(-1).T // cut.block_s
     whole_from, whole_to = (
@@ -281,13 +284,14 @@ def stream_lists(cut: Cut, lists: Lists, table: Int32[Array, "B J"] | None = Non
         per_page, head = cut.page // cut.unit, jnp.arange(cut.kv_heads, dtype=jnp.int32)[:, None]
         page = jnp.take_along_axis(table[:, None], units // per_page, axis=2, mode="clip")
         units = (page * cut.kv_heads + head) * per_page + units % per_page
-    tiles = units if cut.tiles_per_unit == 1 else units * 256 + lists.bits
+    tiles = units if cut.tiles_per_unit == 1 else units * 256 + lists.bits  # a unit has at most 8 tiles: 128 / 16
     if cut.by_unit and table is None:
         head = jnp.arange(cut.batch * cut.kv_heads, dtype=jnp.int32).reshape(cut.batch, cut.kv_heads, 1)
         tiles = tiles + head * (cut.stored // cut.unit)
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
     tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
     tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)
+    # A step copies the first block of the next step, whose ids it needs for that. The last step's neighbour is never used.
     return jnp.concatenate([tiles, jnp.roll(tiles, -1, axis=1)], axis=-1)[:, :, None]
 
 
@@ -527,7 +531,7 @@ def merge(out: Array, lse: Array) -> tuple[Array, Array]:
     """Merge results [P, ...] over P disjoint sets of keys: average `out` with weights exp(lse), and merge lse."""
     if out.shape[0] == 1:
         return out[0], lse[0]
-    top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))
+    top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))  # -inf - -inf would be NaN
     weight = jnp.exp(lse - top)
     total = weight.sum(0)
     safe = jnp.where(total > 0, total, 1.0)

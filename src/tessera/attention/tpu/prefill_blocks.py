@@ -138,11 +138,11 @@ class Cut(NamedTuple):
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     groups = shapes.num_heads // shapes.num_kv_heads
     unit = 16  # rows of a packed bfloat16 tile
-    while spec.mass and unit % spec.query_tile:
+    while spec.mass and unit % spec.query_tile:  # masses are summed within a row block: whole query tiles
         unit = unit + 16 if spec.query_tile % 16 else round_up(unit, spec.query_tile)
     block_t = min(round_up(config.block_t, unit), round_up(shapes.num_queries, unit))
     block_s = min(config.block_s, max(1 << (shapes.num_keys - 1).bit_length(), LANES))
-    if spec.mass:
+    if spec.mass:  # a key block lies in one bank
         block_s = min(block_s, LANES * spec.tile)
     step = min(config.step, block_s)
     chunk = min(config.chunk, step)
@@ -178,7 +178,7 @@ def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
     stop = jnp.minimum(kv_len, last + 1) if cut.spec.causal else kv_len
-    stop = jnp.where(i * cut.block_t < q_len, jnp.maximum(stop, 0), 0)
+    stop = jnp.where(i * cut.block_t < q_len, jnp.maximum(stop, 0), 0)  # row blocks of padding need no key
     hi = whole(stop + cut.block_s - 1, cut.block_s)
     start = 0 if cut.spec.window is None else jnp.maximum(first - cut.spec.window + 1, 0)
     return Range(jnp.minimum(whole(start, cut.block_s), hi), hi, first, kv_len, q_len)
@@ -200,7 +200,7 @@ def is_whole(first, start, kv_len, cut: Cut):
     fits = start + cut.block_s <= kv_len
     if cut.spec.causal:
         fits = fits & (start + cut.block_s - 1 <= first)
-    if cut.spec.window is not None:
+    if cut.spec.window is not None:  # the last row's window begins last
         fits = fits & (start > first + cut.block_t - 1 - cut.spec.window)
     return fits
 

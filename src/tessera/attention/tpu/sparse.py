@@ -141,7 +141,7 @@ def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: I
     """Absorb run u (mask_tiles tiles, u from 0) of row block p's buffer, whose first tile is list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
     position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
-    if spec.causal:
+    if spec.causal:  # `position` is NEVER for hidden keys, which is after every row
         row = jax.lax.broadcasted_iota(jnp.int32, (cut.groups, cut.block_t, keys), 1).reshape(cut.rows, keys)
         row = row + item.first
         mask = position <= row
@@ -222,7 +222,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
                 for p in row_blocks:
                     k, v = refs.keys(p, slice(at, at + keys), slot)
                     states[p] = absorb(states[p], refs.q_scaled[p], k, v, cut)
-            for p in row_blocks:
+            for p in row_blocks:  # only now: the states stay values while the row blocks' updates interleave
                 store(refs, p, states[p])
 
     @pl.when(~whole)
@@ -311,12 +311,14 @@ def launch(
     q = jnp.swapaxes(q, 1, 2)
 
     num_steps = ceil_div(cut.num_blocks, cut.items)
+    # The grid's pipeline moves only queries and results. K and V stay in HBM, from which the body copies listed tiles.
     row = pl.BlockSpec((1, cut.groups, cut.items * cut.block_t, head_dim), lambda b, h, i, *_: (b, h, i, 0))
     out, out_shape = row, q.shape
     if cut.flat:  # write [B,T,N*H], the layout that the model's output projection reads
         out_shape = (batch, q.shape[2], num_heads * head_dim)
         out = pl.BlockSpec((1, cut.items * cut.block_t, cut.groups * head_dim), lambda b, h, i, *_: (b, i, h))
 
+    # The kernel gets the lists twice: of its own grid step, and of the next, whose first tiles it starts to copy.
     def listed(ahead: int) -> pl.BlockSpec:
         shape = (1, 1, cut.items, 1, lists.shape[-1])
         return pl.BlockSpec(
