@@ -100,7 +100,7 @@ def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
         # A load that would pass the end starts earlier; `place >= begin` below drops the rows that it repeats.
         at = pl.multiple_of(jnp.minimum(begin, bits.shape[3] - cut.width), ALIGNED)
         query_head = h * cut.groups + jax.lax.div(n, cut.pieces)
-        # Units are rows here and query rows columns, so that a thread holds many rows of one unit and adds them itself.
+        # Units are rows of the layout and query rows its columns, so the sum over query rows stays within one warp.
         x = plgpu.load(
             bits.at[b, query_head, pl.ds(unit, UNITS), pl.ds(at, cut.width)],
             layout=plgpu.Layout.WGMMA,

@@ -369,10 +369,7 @@ def call(cut: Cut, out_dtype, dtype):
         ),
         out_shape=[out, lse] + [mass] * (cut.role == "score"),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(
-                "parallel",
-                "arbitrary",
-            ),  # the steps of a chain hand buffers on: in order, on one core
+            dimension_semantics=("parallel", "arbitrary"),  # a chain's steps hand buffers on: in order, on one core
             vmem_limit_bytes=chip()[1] * 7 // 8,
             disable_bounds_checks=True,  # ids and tables are clipped before the launch
         ),
