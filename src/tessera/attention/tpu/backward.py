@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.online_softmax import LOG2_E
-from tessera.attention.tpu.matrix_unit import LANES
+from tessera.attention.tpu.matrix_unit import LANES, chip
 from tessera.attention.tpu.prefill_blocks import masked_runs
 from tessera.core.shapes import ceil_div, round_up
 
@@ -389,15 +389,10 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
         out_shape=[dq_shape, jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes() * 7 // 8,
+            vmem_limit_bytes=chip().vmem_limit,
         ),
         name="tessera_tpu_backward",
     )(*positions, q, k, v, out, d_out, bits, d_lse)
-
-
-def vmem_bytes() -> int:
-    """Return the bytes of VMEM of the TPU that the program is traced for; without one, those of v6e."""
-    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -408,7 +403,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
-    block_s = 1 << ((vmem_bytes() // 2) // (dim * (4 * width + 8))).bit_length() - 1
+    block_s = 1 << ((chip().vmem_bytes // 2) // (dim * (4 * width + 8))).bit_length() - 1
     tokens = (4096 if width == 2 else 512) * LANES // dim // groups
     block_t = 1 << min(max(tokens, LANES), 512).bit_length() - 1
     return Config(block_t=block_t, block_s=block_s, chunk=512 if width == 2 else 256)

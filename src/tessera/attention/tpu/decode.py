@@ -60,7 +60,7 @@ from tessera.attention.tpu.decode_blocks import (
     stream_lists,
     stream_table,
 )
-from tessera.attention.tpu.matrix_unit import product, thirds
+from tessera.attention.tpu.matrix_unit import chip, product, thirds
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
@@ -370,20 +370,11 @@ def call(cut: Cut, out_dtype, dtype):
         out_shape=[out, lse] + [mass] * (cut.role == "score"),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),  # a chain's steps hand buffers on: in order, on one core
-            vmem_limit_bytes=chip()[1] * 7 // 8,
+            vmem_limit_bytes=chip().vmem_limit,
             disable_bounds_checks=True,  # ids and tables are clipped before the launch
         ),
         name=f"tpu_decode_{cut.role}",
     )
-
-
-def chip() -> tuple[int, int]:
-    """Return (cores that share a launch, bytes of VMEM) of the TPU that the program is traced for; without one, those
-    of v6e."""
-    if not pltpu.is_tpu_device():
-        return 1, 128 << 20
-    info = pltpu.get_tpu_info()
-    return info.num_cores, info.vmem_capacity_bytes
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
@@ -401,7 +392,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     The cores of a chip share the groups of heads if each core gets equally many. Otherwise they share the splits of
     each sequence, except in the score role, which has one split.
     """
-    cores = chip()[0]
+    cores = chip().cores
     most = min(8, max(shapes.num_kv_heads // cores, 1))
     heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
     lanes = cut_call(spec, shapes, LANES, 1, 1).lanes

@@ -291,7 +291,7 @@ def stream_lists(cut: Cut, lists: Lists, table: Int32[Array, "B J"] | None = Non
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
     tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
     tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)
-    # A step copies the first block of the next step, and needs its ids for that. After the last step, nothing is copied.
+    # A step copies the first block of the next step, for which it needs that step's ids. The last step copies none.
     return jnp.concatenate([tiles, jnp.roll(tiles, -1, axis=1)], axis=-1)[:, :, None]
 
 

@@ -1,16 +1,40 @@
-"""Matrix products on a TPU's matrix unit, and helpers that prepare their operands and widen per-row values."""
+"""The TPU that a program is traced for, products on its matrix unit, and helpers that prepare their operands."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from tessera.core.shapes import ceil_div
 
 LANES = 128
 """Lanes of a vector register: the number of elements along its last dimension."""
+
+
+class Chip(NamedTuple):
+    """What a kernel's sizes depend on; the defaults are those of v6e."""
+
+    cores: int = 1  # cores that share a launch
+    columns: int = 256  # of the matrix unit
+    vmem_bytes: int = 128 << 20  # of one core
+    generation: int = 6
+
+    @property
+    def vmem_limit(self) -> int:
+        """Bytes of VMEM that a kernel may use; the compiler needs the rest."""
+        return self.vmem_bytes * 7 // 8
+
+
+def chip() -> Chip:
+    """Return the TPU that the program is traced for; without one, v6e."""
+    if not pltpu.is_tpu_device():
+        return Chip()
+    info = pltpu.get_tpu_info()
+    return Chip(info.num_cores, info.mxu_column_size, info.vmem_capacity_bytes, info.generation)
 
 
 def dot(a: Array, b: Array, contract_b: int) -> Array:

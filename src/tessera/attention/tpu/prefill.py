@@ -46,7 +46,7 @@ from tessera.attention.kernel import distinct, family
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu import pages
-from tessera.attention.tpu.matrix_unit import dequantised
+from tessera.attention.tpu.matrix_unit import chip, dequantised
 from tessera.attention.tpu.prefill_blocks import (
     LANES,
     Config,
@@ -419,7 +419,7 @@ def attend(
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", order, "arbitrary"),
-            vmem_limit_bytes=vmem_limit(),
+            vmem_limit_bytes=chip().vmem_limit,
             disable_bounds_checks=table is not None,  # the table is clipped; a check costs 7 instruction bundles a copy
         ),
         cost_estimate=estimate(spec, shapes),
@@ -439,18 +439,6 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
     needed = work.prefill(spec, shapes)
     pairs = needed["flops"] / (4 * shapes.head_dim)
     return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
-
-
-def chip() -> tuple[int, int]:
-    """Return (matrix unit columns, bytes of VMEM) of the TPU that the program is traced for; without one, v6e's."""
-    if not pltpu.is_tpu_device():
-        return 256, 128 << 20
-    info = pltpu.get_tpu_info()
-    return info.mxu_column_size, info.vmem_capacity_bytes
-
-
-def vmem_limit() -> int:
-    return chip()[1] * 7 // 8  # the rest is for the compiler
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
@@ -493,7 +481,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     and on chips with 128-wide matrix units it makes no difference.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
-    width, vmem_bytes = chip()
+    _, width, vmem_bytes, _ = chip()
     rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
     if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
         block_s = min(block_s, 2048)  # with longer blocks, the spills of the masses do not fit VMEM

@@ -22,7 +22,6 @@ HBM traffic: 2 H elements per (row block, listed key).
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +34,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.kernel import distinct, family
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.tpu import pages
-from tessera.attention.tpu.matrix_unit import dot, widen
-from tessera.attention.tpu.prefill_rows import weigh
+from tessera.attention.tpu.matrix_unit import chip, dot, widen
+from tessera.attention.tpu.prefill_rows import Rows, weigh
 from tessera.attention.tpu.sparse_tiles import (
     LANES,
     NEVER,
@@ -94,28 +93,17 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-class State(NamedTuple):
-    """State of a row block: running maximum [R,128], weighted values [R,H+ones] and row sums per lane [R,128].
-
-    `sums` is None if ones are appended to V; the row sums are then in the last columns of `acc`.
-    """
-
-    m: Array
-    acc: Array
-    sums: Array | None
+def load(refs: Refs, p: int) -> Rows:
+    return Rows(refs.m[p], refs.acc[p], None if refs.sums is None else refs.sums[p])
 
 
-def load(refs: Refs, p: int) -> State:
-    return State(refs.m[p], refs.acc[p], None if refs.sums is None else refs.sums[p])
-
-
-def store(refs: Refs, p: int, state: State) -> None:
+def store(refs: Refs, p: int, state: Rows) -> None:
     refs.m[p], refs.acc[p] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[p] = state.sums
 
 
-def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | None = None) -> State:
+def absorb(state: Rows, q: Array, k: Array, v: Array, cut: Cut, mask: Array | None = None) -> Rows:
     """Add keys k and values v [X,H] to the state; mask [R,X] is false where a row does not see a key."""
     s = dot(q, k, 1)
     if cut.spec.softcap:
@@ -129,15 +117,15 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
         v = jnp.concatenate([v, jnp.ones((v.shape[0], cut.ones), v.dtype)], 1)
     acc = state.acc * widen(alpha, state.acc.shape[1]) + dot(p.astype(v.dtype), v, 0)
     if state.sums is None:
-        return State(m, acc, None)
+        return Rows(m, acc, None)
     sums = state.sums * alpha
     for at in range(0, p.shape[1], LANES):  # sums per lane take one addition per register; `write` adds the lanes
         part = p[:, at : at + LANES].astype(jnp.float32)
         sums = sums + (part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1]))))
-    return State(m, acc, sums)
+    return Rows(m, acc, sums)
 
 
-def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
+def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> Rows:
     """Absorb run u (mask_tiles tiles, u from 0) of row block p's buffer, whose first tile is list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
     position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
@@ -400,8 +388,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     One update per buffer gives the fewest dependent steps, but on v7x, whose registers spill sooner, short updates are
     faster. In float32, a product takes six passes of the matrix unit, so the block sizes matter little.
     """
-    wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
-    newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7
+    wide, newest = chip().columns >= 2 * LANES, chip().generation >= 7
     sums = shapes.head_dim % LANES != 0 or (wide and shapes.head_dim == LANES)
     if shapes.dtype == "float32":
         return Config(rows=512, step_rows=512, block_s=1024, chunk=512, mask_s=512, matrix_sums=sums)
