@@ -99,9 +99,7 @@ class Budgeted(Counted):
         selection = select_tiles(
             mass, spec, fraction=self.budgets_LK[layer], capacity=size, **always, **positions._asdict()
         )
-        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection).out
-        read = count_read(selection, spec, positions, shapes)
-        return out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
+        return self.read_listed(layer, q, kv, spec, positions, selection, state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,18 @@ class Counted(Policy):
     def reads(self, state: Reads) -> Reads:
         return state
 
+    def read_all(self, layer, q, kv, spec, positions, state) -> tuple[Array, Reads]:
+        """Attend to every visible key; return output and counts."""
+        out = dispatch.attend(q, kv, spec, **positions._asdict()).out
+        visible = count_visible(spec, positions, kv.shapes(q))
+        return out, record_reads(state, layer, visible, visible)
+
+    def read_listed(self, layer, q, kv, spec, positions, selection, state) -> tuple[Array, Reads]:
+        """Attend to the selected tiles; return output and counts."""
+        out, shapes = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection).out, kv.shapes(q)
+        read = count_read(selection, spec, positions, shapes)
+        return out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Counted):
@@ -38,9 +50,7 @@ class Dense(Counted):
         return "dense"
 
     def attend(self, layer, q, kv, spec, positions, state):
-        out = dispatch.attend(q, kv, spec, **positions._asdict())
-        visible = count_visible(spec, positions, kv.shapes(q))
-        return out.out, record_reads(state, layer, visible, visible)
+        return self.read_all(layer, q, kv, spec, positions, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +101,7 @@ class Window(Counted):
 
     def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        shapes = kv.shapes(q)
-        selection = self.select(positions, shapes)
-        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection)
-        read = count_read(selection, spec, positions, shapes)
-        return out.out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
+        return self.read_listed(layer, q, kv, spec, positions, self.select(positions, kv.shapes(q)), state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,26 +147,18 @@ class Oracle(Counted):
     def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
         if isinstance(layer, int):
-            attend = self._dense if layer in self.dense else self._sparse
+            attend = self.read_all if layer in self.dense else self._sparse
             return attend(layer, q, kv, spec, positions, state)
         if not self.dense:
             return self._sparse(layer, q, kv, spec, positions, state)
         is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
         branches = [lambda *args, attend=attend: attend(layer, *args[:2], spec, *args[2:])
-                    for attend in (self._dense, self._sparse)]  # fmt: skip
+                    for attend in (self.read_all, self._sparse)]  # fmt: skip
         return jax.lax.cond(is_dense, *branches, q, kv, positions, state)
 
-    def _dense(self, layer, q, kv, spec, positions, state):
-        out = dispatch.attend(q, kv, spec, **positions._asdict())
-        visible = count_visible(spec, positions, kv.shapes(q))
-        return out.out, record_reads(state, layer, visible, visible)
-
     def _sparse(self, layer, q, kv, spec, positions, state):
-        shapes = kv.shapes(q)
         selection = self.select(self.score(layer, q, kv, spec, positions), spec, positions)
-        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection)
-        read = count_read(selection, spec, positions, shapes)
-        return out.out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
+        return self.read_listed(layer, q, kv, spec, positions, selection, state)
 
 
 @dataclass(frozen=True, kw_only=True)
