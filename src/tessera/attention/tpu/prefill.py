@@ -232,14 +232,14 @@ class Pool(NamedTuple):
 
 
 def page_scratch(cut: Cut, dtype) -> list:
-    # It follows the scratch of `body`.
+    """Return the scratch of `paged_body`, which follows that of `body`."""
     block = pltpu.VMEM((2, 1, cut.block_s, cut.head_dim), dtype)
     scales = [pltpu.VMEM((2, 1, 2, cut.block_s), jnp.bfloat16)] * cut.scaled
     return [block, block, *scales, pltpu.SemaphoreType.DMA((2, 2 + cut.scaled)), pltpu.SMEM((2,), jnp.int32)]
 
 
 def paged_body(q_start, kv_len, q_len, q, *refs, cut: Cut):
-    """Run grid step (b, h, i, j): start fetching the next key block, await the current one, and run `inner` on it."""
+    """Run grid step (b, h, i, j): start fetching the next key block, await the current one, and run `body` on it."""
     n = 2 + cut.scaled
     *rest, arrived, state = refs[n + 1 :]
     rest, buffers = rest[:-n], tuple(rest[-n:])
