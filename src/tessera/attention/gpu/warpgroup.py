@@ -69,23 +69,13 @@ def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Arr
     return pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
 
 
-def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
-    """Compute acc + p v, with the weights p [64,X] in registers and the values v [X,H] in shared memory.
-
-    `while_busy` is called after the product is issued, while the tensor core works.
-    """
+def accumulate(acc: Array, p: Array, v_smem) -> Array:
+    """Compute acc + p v, with the weights p [64,X] in registers and the values v [X,H] in shared memory."""
     if simulated():  # the interpreter lacks run_state and products whose left operand is in registers
         with jax.named_scope(OPERAND):  # marks the read as the product's (asynchronous proxy) for the race check
             v = v_smem[...].astype(jnp.float32)
-        acc = acc + jnp.dot(p.astype(jnp.float32), v, precision="highest")
-        while_busy()
-        return acc
-
-    def product(ref):
-        plgpu.wgmma(ref, p, v_smem)
-        while_busy()
-
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+        return acc + jnp.dot(p.astype(jnp.float32), v, precision="highest")
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v_smem))(plgpu.ACC.init(acc))
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):

@@ -113,7 +113,6 @@ def inspect_call(
     kernel: str | None = None,
     config: Mapping[str, Any] | None = None,
     limit_s: float = 300.0,
-    paths: tuple[str, ...] = (),
     variant: Mapping[str, Any] = MappingProxyType({}),
 ) -> Inspection:
     """Compile one attention call and predict its time.
@@ -124,7 +123,6 @@ def inspect_call(
         kernel: name of the kernel; None uses the kernel that dispatch chooses on a TPU.
         config: the kernel's block sizes; None uses the kernel's default for this call.
         limit_s: maximum seconds for the compiler.
-        paths: folders to add to the import path of the compiling process.
         variant: further arguments of `programs.attention_call`.
 
     Raises:
@@ -132,7 +130,7 @@ def inspect_call(
     """
     chosen = inspection.kernel_for("tpu", chip, spec, shapes, kernel, config)
     program = attention_program(chosen.name, spec, shapes, config, **variant)
-    found = tpu.compile_for(chip, program, limit_s=limit_s, paths=paths)
+    found = tpu.compile_for(chip, program, limit_s=limit_s)
     result = Inspection(**inspection.facts("tpu", chosen, spec, shapes, config, found))
     return replace(result, **figures(chosen, spec, shapes, found)) if result.compiled else result
 
