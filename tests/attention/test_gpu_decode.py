@@ -12,8 +12,8 @@ import pytest
 from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.gpu import decode as gpu_decode
-from tessera.attention.gpu import decode_merge, decode_splits
-from tessera.attention.gpu.decode_merge import merge_splits
+from tessera.attention.gpu import decode_splits
+from tessera.attention.gpu.decode_splits import merge_splits
 from tessera.attention.visibility import decode_range
 from tessera.attention.workloads import Workload
 from tessera.deviceless import programs
@@ -238,7 +238,7 @@ def test_masses_are_those_of_the_bank(name):
     cut = decode_splits.Cut("score", AttentionSpec(tile=tile, window=window, mass=True), shapes, block_s, 18)
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in ([n - 1 for n in lengths], lengths, [1] * len(lengths))))
     lead, rng = (len(lengths), 2, cut.parts), np.random.default_rng(0)
-    bank = rng.standard_normal((*lead, decode_merge.stored_units(cut), cut.rows)).astype(np.float32)
+    bank = rng.standard_normal((*lead, decode_splits.stored_units(cut), cut.rows)).astype(np.float32)
     start, stop = (np.asarray(x)[:, None] for x in decode_range(cut.spec, positions, shapes.num_keys))
     first = np.arange(bank.shape[3]) * cut.unit
     hidden = (first + cut.unit <= start) | (first >= stop)
@@ -248,7 +248,7 @@ def test_masses_are_those_of_the_bank(name):
     out = jnp.zeros((cut.splits, *lead[:2], groups, 1))
     lse = np.log2(np.exp2(totals).sum(0)).reshape(*lead[:2], -1)[..., :groups]
     with calls.machine(KERNELS["score"]):
-        found = decode_merge.merge_and_weigh(
+        found = decode_splits.merge_and_weigh(
             out, out, jnp.asarray(bank), jnp.asarray(totals), cut, positions, "float32"
         )
         mass = np.asarray(found[2])

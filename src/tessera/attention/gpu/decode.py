@@ -17,7 +17,7 @@ In the dense and score roles, a block holds block_s consecutive keys. In the spa
 copied from its place in the cache; ids ascend, so there, too, the row sees one range of a block's columns. In the score
 role, with scores y in bits (times log2(e)) and their running maximum m, the thread block also writes
 m + log2(sum of 2^(y - m)) per tile and query head. These numbers go to the *bank*, a small array [J, G] per KV head
-(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_merge`).
+(`Refs.bank`), from which the merging launch computes the masses 2^(bank - lse) (`decode_splits`).
 
 Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
@@ -35,8 +35,16 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
-from tessera.attention.gpu.decode_merge import merge_and_weigh, merge_splits, stored_units
-from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
+from tessera.attention.gpu.decode_splits import (
+    Cut,
+    Run,
+    find_run,
+    merge_and_weigh,
+    merge_splits,
+    stored_units,
+    unit_starts,
+    visible_columns,
+)
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
 from tessera.attention.gpu.pages import page_refusal, places
 from tessera.attention.gpu.warpgroup import (
