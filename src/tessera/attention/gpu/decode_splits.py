@@ -114,18 +114,12 @@ class Cut(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Keys that one split reads for one sequence and KV head, as scalars.
+    """Keys that one split reads for one sequence and KV head, as scalars."""
 
-    Attributes:
-        start, stop: keys [start, stop) that the row sees; both 0 if none.
-        listed: units in the list of tiles; 0 outside the sparse role.
-        first, count: blocks [first, first + count) that the split reads; in the sparse role, blocks of listed units.
-    """
-
-    start: Any
+    start: Any  # keys [start, stop) that the row sees; both 0 if none
     stop: Any
-    listed: Any
-    first: Any
+    listed: Any  # units in the list of tiles; 0 outside the sparse role
+    first: Any  # blocks [first, first + count) that the split reads; in the sparse role, blocks of listed units
     count: Any
 
 

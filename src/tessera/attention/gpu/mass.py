@@ -36,20 +36,13 @@ MOST_TILES = 65535
 
 
 class Cut(NamedTuple):
-    """Static sizes of a launch.
-
-    Attributes:
-        groups: query heads per KV head.
-        unit: keys per unit; a unit is a tile, or as much of a tile as fits in one block.
-        width: rows per load.
-        pieces: loads per query head, as many as cover a query tile's rows.
-    """
+    """Static sizes of a launch."""
 
     spec: AttentionSpec
-    groups: int
-    unit: int
-    width: int
-    pieces: int
+    groups: int  # query heads per KV head
+    unit: int  # keys per unit
+    width: int  # rows per load
+    pieces: int  # loads per query head, as many as cover a query tile's rows
 
 
 def tile_mass(

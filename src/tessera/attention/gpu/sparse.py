@@ -74,17 +74,11 @@ def copies(source, target, landed, sources: list[tuple], item: Item, cut: Cut) -
 
 
 class Padding(NamedTuple):
-    """Invalid values in the last block of a list.
+    """Invalid values in the last block of a list."""
 
-    Attributes:
-        some: whether the block holds keys at or past kv_len.
-        row: first row of the block to zero. All later rows (invalid keys and repeated copies) are zeroed, too.
-        stop: number of blocks in the list.
-    """
-
-    some: Array
-    row: Array
-    stop: Array
+    some: Array  # whether the block holds keys at or past kv_len
+    row: Array  # first row of the block to zero; all later rows (invalid keys and repeated copies) are zeroed, too
+    stop: Array  # number of blocks in the list
 
 
 def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:

@@ -82,42 +82,26 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """Static sizes of a launch.
-
-    Attributes:
-        groups: G, query heads per KV head.
-        num_tiles: query tiles of the call.
-        tokens: tokens per query tile, padded to a multiple of 8.
-        chunk: tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks.
-        chunks: copies that hold the G * tokens rows of a query tile.
-        lists: query tiles per thread block: 2 if a query tile fits in 64 rows, two lists' blocks fit in shared memory,
-            and keys are not int8.
-        row_blocks: 64-row blocks per compute warpgroup.
-        parts: thread blocks that share a query tile and its list.
-        unit: keys per copy of K or V: a tile, or as much of a tile as fits in one block.
-        stages: blocks of K, and of V, that shared memory holds per list.
-        page: positions per page; None if keys are contiguous.
-        scaled: whether keys are int8.
-    """
+    """Static sizes of a launch."""
 
     spec: AttentionSpec
     dtype: str
     num_queries: int
     num_keys: int
-    groups: int
+    groups: int  # G, query heads per KV head
     head_dim: int
-    num_tiles: int
-    tokens: int
-    chunk: int
-    chunks: int
-    lists: int
-    row_blocks: int
-    parts: int
-    unit: int
+    num_tiles: int  # query tiles of the call
+    tokens: int  # per query tile, padded to a multiple of 8
+    chunk: int  # tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks
+    chunks: int  # copies that hold the G * tokens rows of a query tile
+    lists: int  # query tiles per thread block: 1 or 2
+    row_blocks: int  # 64-row blocks per compute warpgroup
+    parts: int  # thread blocks that share a query tile and its list
+    unit: int  # keys per copy of K or V: a tile, or as much of a tile as fits in one block
     block_s: int
-    stages: int
-    page: int | None
-    scaled: bool
+    stages: int  # blocks of K, and of V, that shared memory holds per list
+    page: int | None  # positions per page; None if keys are contiguous
+    scaled: bool  # keys are int8
 
     @property
     def units(self) -> int:
@@ -169,23 +153,15 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class ListBounds(NamedTuple):
-    """Numbers about one list that a thread block needs, computed before the launch. Units are numbered along the list.
+    """Numbers about one list that a thread block needs, computed before the launch; units are counted along the list."""
 
-    Attributes:
-        begin, end: some row sees units [begin, end); the kernel reads only these.
-        whole_from, whole_to: every row sees units [whole_from, whole_to) in full.
-        first: absolute position of the query tile's first row.
-        rows: tokens of the query tile that are not padding.
-        kv_len: valid keys of the sequence.
-    """
-
-    begin: Array
+    begin: Array  # some row sees units [begin, end); the kernel reads only these
     end: Array
-    whole_from: Array
+    whole_from: Array  # every row sees units [whole_from, whole_to) in full
     whole_to: Array
-    first: Array
-    rows: Array
-    kv_len: Array
+    first: Array  # absolute position of the query tile's first row
+    rows: Array  # tokens of the query tile that are not padding
+    kv_len: Array  # valid keys of the sequence
 
 
 def bounds_of(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
@@ -247,17 +223,14 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Work of a warpgroup: sequence b, KV head h, query tile i and part of its rows.
+    """Work of a warpgroup."""
 
-    `live` is false if there is no such query tile; `lane` numbers the thread block's lists, 0 or 1.
-    """
-
-    b: Array
-    h: Array
-    i: Array
-    part: Array
-    live: Array
-    lane: Array | int
+    b: Array  # sequence
+    h: Array  # KV head
+    i: Array  # query tile
+    part: Array  # of the query tile's rows
+    live: Array  # whether there is such a query tile
+    lane: Array | int  # number of the list in the thread block, 0 or 1
 
     def slot(self, c: Array, cut: Cut) -> Array:
         return jax.lax.rem(c, cut.stages) + self.lane * cut.stages

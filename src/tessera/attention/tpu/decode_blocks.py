@@ -45,29 +45,24 @@ class Cut(NamedTuple):
     """Static sizes of one call cut into blocks, as the kernel body needs them.
 
     Attributes:
-        stored: length of K and V: num_keys padded to whole registers (a model's cache needs no padding).
-        heads: KV heads per grid step. A group of heads and a split form a chain, whose steps run in order on one core.
-        rows: the G query rows of a KV head, padded to whole registers.
         pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one piece per grid step.
         lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
             128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
             one bit per listed tile.
         scaled: whether keys and values are int8. A copy then also moves at least 128 keys, because scales lie along
             lanes.
-        exact: whether queries are float32; products with int8 keys and values then do not round the other operand.
-        page: positions per page; None if K and V are contiguous.
     """
 
     role: str
     spec: AttentionSpec
     batch: int
     num_keys: int
-    stored: int
+    stored: int  # length of K and V: num_keys padded to whole registers (a model's cache needs no padding)
     kv_heads: int
-    groups: int
+    groups: int  # G, query heads per KV head
     head_dim: int
-    heads: int
-    rows: int
+    heads: int  # KV heads per grid step
+    rows: int  # the G query rows of a KV head, padded to whole registers
     block_s: int
     unit: int
     splits: int
@@ -75,8 +70,8 @@ class Cut(NamedTuple):
     piece: int
     lanes: bool
     scaled: bool
-    exact: bool
-    page: int | None
+    exact: bool  # queries are float32; products with int8 keys and values then do not round the other operand
+    page: int | None  # positions per page; None if K and V are contiguous
 
     @property
     def chains(self) -> int:
@@ -164,21 +159,14 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int
 
 
 class Ranges(NamedTuple):
-    """Run-time scalars of a call: lo and hi [B * K] per sequence and KV head, the rest [chains * steps] per grid step.
+    """Run-time scalars of a call: lo and hi are [B * K], per sequence and KV head, the rest [chains * steps]."""
 
-    Attributes:
-        lo, hi: range [lo, hi) of keys (sparse: of listed keys) that the row sees.
-        first, count: first block of the step, and number of its blocks.
-        before: number of blocks in the chain's earlier steps; its parity picks the buffer of the step's first block.
-        whole_from, whole_to: blocks [whole_from, whole_to) are fully visible for every head.
-    """
-
-    lo: Int32[Array, "..."]
+    lo: Int32[Array, "..."]  # the row sees keys (sparse: listed keys) [lo, hi)
     hi: Int32[Array, "..."]
-    first: Int32[Array, "..."]
-    count: Int32[Array, "..."]
-    before: Int32[Array, "..."]
-    whole_from: Int32[Array, "..."]
+    first: Int32[Array, "..."]  # first block of the step
+    count: Int32[Array, "..."]  # blocks of the step
+    before: Int32[Array, "..."]  # blocks in the chain's earlier steps; its parity is the buffer of the first block
+    whole_from: Int32[Array, "..."]  # blocks [whole_from, whole_to) are fully visible for every head
     whole_to: Int32[Array, "..."]
 
 

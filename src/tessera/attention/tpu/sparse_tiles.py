@@ -136,23 +136,14 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Scalars of one row block.
+    """Scalars of one row block."""
 
-    Attributes:
-        block: index of the row block.
-        first: absolute position of its first row.
-        kv_len: valid keys of the sequence.
-        q_len: valid query rows of the sequence.
-        count: length of the list, not counting tiles at its end that no row sees.
-        whole_from, whole: every row sees list entries [whole_from, whole) in full.
-    """
-
-    block: Array
-    first: Array
-    kv_len: Array
-    q_len: Array
-    count: Array
-    whole_from: Array
+    block: Array  # index of the row block
+    first: Array  # absolute position of its first row
+    kv_len: Array  # valid keys of the sequence
+    q_len: Array  # valid query rows of the sequence
+    count: Array  # length of the list, not counting tiles at its end that no row sees
+    whole_from: Array  # every row sees list entries [whole_from, whole) in full
     whole: Array
 
 
@@ -210,19 +201,12 @@ def tile_start(index: Array, cut: Cut) -> Array:
 
 
 class Next(NamedTuple):
-    """The buffer to fill while the other is computed on.
+    """The buffer to fill while the other is computed on."""
 
-    Attributes:
-        slot: 0 for the even buffers in VMEM, 1 for the odd.
-        buffer: which block_tiles entries of the list to copy: those from entry buffer * block_tiles on.
-        counts: tiles to copy for each row block.
-        own: whether the tiles belong to this grid step; otherwise they belong to the next.
-    """
-
-    slot: int
-    buffer: Array
-    counts: list[Array]
-    own: Array
+    slot: int  # 0 for the even buffers in VMEM, 1 for the odd
+    buffer: Array  # copy list entries from buffer * block_tiles on
+    counts: list[Array]  # tiles to copy for each row block
+    own: Array  # whether the tiles belong to this grid step; otherwise they belong to the next
 
 
 def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:

@@ -121,21 +121,13 @@ def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"],
 
 
 class Block(NamedTuple):
-    """One block of rows of Y heads, located in the call.
+    """One block of rows of Y heads, located in the call."""
 
-    Attributes:
-        x: index of the block's first head along X = B * K.
-        row: absolute position of each row.
-        valid: false for padding rows and for rows that see no key.
-        kv_len: number of valid keys of each head's sequence.
-        ranges: key blocks to visit, as `key_ranges` returns them.
-    """
-
-    x: Int32[Array, ""]
-    row: Int32[Array, "Y R"]
-    valid: Array
-    kv_len: Int32[Array, "Y"]
-    ranges: tuple[Array, Array, Array, Array]
+    x: Int32[Array, ""]  # index of the block's first head along X = B * K
+    row: Int32[Array, "Y R"]  # absolute position of each row
+    valid: Array  # false for padding rows and for rows that see no key
+    kv_len: Int32[Array, "Y"]  # number of valid keys of each head's sequence
+    ranges: tuple[Array, Array, Array, Array]  # key blocks to visit, as `key_ranges` returns them
 
 
 def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, cut: Blocking) -> Block:

@@ -53,20 +53,13 @@ class Config:
 
 
 class Lists(NamedTuple):
-    """Y query tiles that one step processes together.
+    """Y query tiles that one step processes together."""
 
-    Attributes:
-        x: KV head of each query tile, as an index into X = B * K.
-        row: absolute position of each row.
-        kv_len: valid keys of each query tile's sequence.
-        tiles, count: listed key tiles of each query tile and their number.
-    """
-
-    x: Int32[Array, "Y"]
-    row: Int32[Array, "Y R"]
-    kv_len: Int32[Array, "Y"]
-    tiles: Int32[Array, "Y C"]
-    count: Int32[Array, "Y"]
+    x: Int32[Array, "Y"]  # KV head of each query tile, as an index into X = B * K
+    row: Int32[Array, "Y R"]  # absolute position of each row
+    kv_len: Int32[Array, "Y"]  # valid keys of each query tile's sequence
+    tiles: Int32[Array, "Y C"]  # listed key tiles of each query tile
+    count: Int32[Array, "Y"]  # their number
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
