@@ -153,7 +153,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class ListBounds(NamedTuple):
-    """Numbers about one list that a thread block needs, computed before the launch; units are counted along the list."""
+    """Numbers about one list, computed before the launch. Units are counted along the list."""
 
     begin: Array  # some row sees units [begin, end); the kernel reads only these
     end: Array
