@@ -18,15 +18,10 @@ LOWEST, HIGHEST = -(2**63), 2**64 - 1
 
 
 class Rule(NamedTuple):
-    """Condition on the value of a field.
+    """Condition on the value of a field."""
 
-    Attributes:
-        allowed: the condition in words, as they follow "must be" in an error message.
-        fits: function that returns whether a value meets the condition.
-    """
-
-    allowed: str
-    fits: Callable[[Any], bool]
+    allowed: str  # the condition in words, as they follow "must be" in an error message
+    fits: Callable[[Any], bool]  # function that returns whether a value meets the condition
 
 
 def integer(low: int, high: int) -> Rule:

@@ -34,18 +34,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Place(NamedTuple):
-    """This process's number, how many processes there are, and where process 0 listens.
+    """This process's number, how many processes there are, and where process 0 listens."""
 
-    Attributes:
-        host, port: where process 0 listens.
-        count: number of processes.
-        index: number of this process, from 0 to count - 1.
-    """
-
-    host: str
+    host: str  # where process 0 listens
     port: int
-    count: int
-    index: int
+    count: int  # number of processes
+    index: int  # number of this process, from 0 to count - 1
 
 
 def place(coordinator: str, count: int, index: int) -> Place:

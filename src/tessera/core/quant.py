@@ -94,11 +94,6 @@ class Quantised:
     If the matrices of all layers are stacked, each array has a leading axis L.
 
     Attributes:
-        values: [E,D], or [G,g,E] with G groups of g inputs; packing two four-bit values per byte halves D or g.
-        scale: float32 [E], or float16 [G,E] with G groups.
-        zero: float16 [G,E], added to each value of the group; None for symmetric forms.
-        sample: bfloat16 [64], evenly spaced elements of the original weight, which identify it.
-        kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".
         group: number of inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: whether products with many rows round the activations to int8, too (w8a8).
         stretches: number of equal runs into which the inputs of a packed row are divided, one per device that shares
@@ -108,11 +103,11 @@ class Quantised:
         float_dtype: name of the model's float dtype. An embedding lookup returns rows of this dtype.
     """
 
-    values: Array
-    scale: Array
-    zero: Array | None = None
-    sample: Array
-    kind: str = field(metadata={"static": True})
+    values: Array  # [E,D], or [G,g,E] with G groups of g inputs; packing two four-bit values per byte halves D or g
+    scale: Array  # float32 [E], or float16 [G,E] with G groups
+    zero: Array | None = None  # float16 [G,E], added to each value of the group; None for symmetric forms
+    sample: Array  # bfloat16 [64], evenly spaced elements of the original weight, which identify it
+    kind: str = field(metadata={"static": True})  # "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8"
     group: int = field(default=0, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
     stretches: int = field(default=1, metadata={"static": True})

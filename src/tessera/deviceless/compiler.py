@@ -131,20 +131,16 @@ class Compiled:
     """Result of compiling one program, or the error.
 
     Attributes:
-        chip: short name ("v6e").
-        error: None if it compiled.
-        compile_s: seconds in the compiler; after a failure, seconds of the whole attempt.
         memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
         about: the further values that the program's factory returned, such as "settings".
-        program: the compiled program's text.
     """
 
-    chip: str
-    error: CompileError | None
-    compile_s: float
+    chip: str  # short name ("v6e")
+    error: CompileError | None  # None if it compiled
+    compile_s: float  # seconds in the compiler; after a failure, seconds of the whole attempt
     memory: Mapping[str, int] = MappingProxyType({})
     about: Mapping[str, Any] = MappingProxyType({})
-    program: str = ""
+    program: str = ""  # the compiled program's text
 
     @classmethod
     def from_reply(cls, chip: str, reply: Mapping[str, Any], explain: Callable[[str], CompileError]) -> Self:

@@ -29,16 +29,14 @@ class Operation:
     """One operation of a compiled program.
 
     Attributes:
-        name, opcode: as the compiler writes them.
         bytes: bytes read from and written to main memory, with the padding of tiles; an upper bound for a fusion that
             reads only a slice.
-        cycles: XLA's estimate of the operation's cycles; None if XLA gives none.
     """
 
-    name: str
+    name: str  # as the compiler writes them
     opcode: str
     bytes: int
-    cycles: int | None
+    cycles: int | None  # XLA's estimate of the operation's cycles; None if XLA gives none
 
 
 class Collective(NamedTuple):

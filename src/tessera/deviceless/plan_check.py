@@ -27,19 +27,12 @@ LAID_OUT_AGAIN = frozenset({"v7x"})
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Planned bytes of one step on one device, and the compiler's result.
+    """Planned bytes of one step on one device, and the compiler's result."""
 
-    Attributes:
-        call: the step, as arguments of `inspect_step`.
-        planned: planned bytes, by part.
-        fits: whether the step fits in the device's memory, according to the planner.
-        found: the compiler's result.
-    """
-
-    call: Mapping[str, Any]
-    planned: Footprint
-    fits: bool
-    found: StepInspection
+    call: Mapping[str, Any]  # the step, as arguments of `inspect_step`
+    planned: Footprint  # planned bytes, by part
+    fits: bool  # whether the step fits in the device's memory, according to the planner
+    found: StepInspection  # the compiler's result
 
     @property
     def refused(self) -> bool:

@@ -79,11 +79,10 @@ class Budgeted(Counted):
     """Attention in which every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head.
 
     Attributes:
-        tiling: tile sizes, always-read keys, and how tiles are scored.
         budgets_LK: fraction of the visible keys that a KV head reads in addition to the always-read keys.
     """
 
-    tiling: Tiling
+    tiling: Tiling  # tile sizes, always-read keys, and how tiles are scored
     budgets_LK: Float[Array, "L K"]
 
     @property

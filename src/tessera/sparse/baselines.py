@@ -60,18 +60,12 @@ class Window(Counted):
     A query tile reads every key tile that holds a sink or a key in the window of any of its rows. A row therefore reads
     at most query_tile + 2 * tile keys more than requested, and never fewer. Keys keep their absolute rotary positions
     (StreamingLLM, arXiv 2309.17453, renumbers keys within its cache).
-
-    Attributes:
-        window: newest keys kept, the row's own included.
-        sinks: oldest keys kept.
-        tile: key positions per tile.
-        query_tile: query positions that share a selection.
     """
 
-    window: int = 1024
-    sinks: int = 64
-    tile: int = 64
-    query_tile: int = 32
+    window: int = 1024  # newest keys kept, the row's own included
+    sinks: int = 64  # oldest keys kept
+    tile: int = 64  # key positions per tile
+    query_tile: int = 32  # query positions that share a selection
 
     def __post_init__(self):
         if self.window < 1 or self.sinks < 0:
@@ -110,21 +104,16 @@ class Oracle(Counted):
 
     This is the best that top-k selection of tiles can do. The oracle costs more than dense attention, because scoring
     reads every key; `reads` counts only the keys that it attends to.
-
-    Attributes:
-        tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
-        pooled: whether all KV heads share one selection.
-        dense: layers that read every key instead.
     """
 
-    tile: int = 16
+    tile: int = 16  # as in Kascade
     query_tile: int = 32
     local: int = 0
     sinks: int = 0
     fraction: float = 0.1
     minimum: int = 128
-    pooled: bool = False
-    dense: tuple[int, ...] = ()
+    pooled: bool = False  # whether all KV heads share one selection
+    dense: tuple[int, ...] = ()  # layers that read every key instead
 
     def __post_init__(self):
         check_budget(self.fraction, self.minimum, self.local, self.sinks)
@@ -166,12 +155,11 @@ class Cheap(Oracle):
     """Attention to the tiles with the best cheap scores of each layer (`estimate.py`), or to random tiles.
 
     Attributes:
-        score_keys, score_rows: `keys` and `rows` of `Estimate`.
         summary: "mean" or "minmax" (Quest), as in `Estimate`. "random" is a control that draws tiles at random for each
             layer and query tile.
     """
 
-    score_keys: int = 4
+    score_keys: int = 4  # `keys` and `rows` of `Estimate`
     score_rows: int = 1
     summary: str = "mean"
 

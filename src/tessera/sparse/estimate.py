@@ -126,11 +126,10 @@ class Blocks(NamedTuple):
 
     Attributes:
         sides: one array of means, or two arrays of upper and lower bounds; each is [B,K,X,H] for X blocks.
-        k_scale: scales [B,K,1,X] of int8 keys if each block is one key; else None.
     """
 
     sides: tuple[Array, ...]
-    k_scale: Array | None
+    k_scale: Array | None  # scales [B,K,1,X] of int8 keys if each block is one key; else None
 
 
 def _read_keys(kv: KeyValues, heads: Sequence[int] | None, per_step: int) -> tuple[Callable[[Array], Blocks], int]:

@@ -35,13 +35,11 @@ class KascadeState(NamedTuple):
     Attributes:
         choice: the source's selection; with `budgets`, its masses [B,K,I,J] instead, from which each layer selects
             by its own budgets.
-        read: number of keys that the source's selection reads per KV head [B,K]; zeros with `budgets`.
-        reads: key counts of the layers so far.
     """
 
     choice: Selection | Array
-    read: Array
-    reads: Reads
+    read: Array  # number of keys that the source's selection reads per KV head [B,K]; zeros with `budgets`
+    reads: Reads  # key counts of the layers so far
 
 
 @dataclass(frozen=True, kw_only=True)

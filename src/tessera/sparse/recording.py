@@ -34,18 +34,14 @@ class SimilarityState(NamedTuple):
     """Record of one call. a and b are layers; K' is the number of KV heads, 1 if pooled.
 
     Attributes:
-        ids: [L,B,K',I,C] the C keys with the most mass in each layer.
-        least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
-        num_tiles: number of query tiles with more than NUM_KEYS keys to choose from.
         turned: [L] sum over tokens of 1 - cosine between the residual stream before and after the attention block.
-        num_tokens: number of tokens summed over in `turned`.
     """
 
-    ids: Array
-    least: Array
-    num_tiles: Array
+    ids: Array  # [L,B,K',I,C] the C keys with the most mass in each layer
+    least: Array  # [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b
+    num_tiles: Array  # number of query tiles with more than NUM_KEYS keys to choose from
     turned: Array
-    num_tokens: Array
+    num_tokens: Array  # number of tokens summed over in `turned`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +50,12 @@ class SimilarityRecorder(Policy):
 
     Every layer reads the query tile's own keys, the `local` keys before them and the first `sinks` keys, whatever it
     chooses. The ranking therefore leaves these keys out, and their mass counts as found.
-
-    Attributes:
-        query_tile: query positions pooled into one ranking, after the softmax.
-        pooled: whether to pool over all KV heads, too.
-        local: keys before the query tile's own that are always read.
-        sinks: first keys of the sequence that are always read.
     """
 
-    query_tile: int = 32
-    pooled: bool = False
-    local: int = 0
-    sinks: int = 0
+    query_tile: int = 32  # query positions pooled into one ranking, after the softmax
+    pooled: bool = False  # whether to pool over all KV heads, too
+    local: int = 0  # keys before the query tile's own that are always read
+    sinks: int = 0  # first keys of the sequence that are always read
 
     def __post_init__(self):
         if self.local < 0 or self.sinks < 0:
@@ -127,17 +117,11 @@ class SimilarityRecorder(Policy):
 
 
 class RecallState(NamedTuple):
-    """Record of one call.
+    """Record of one call."""
 
-    Attributes:
-        policy: the policy's own state.
-        held: [L,K] probability on the keys that the layer's KV head may read, summed over rows and query heads.
-        total: [L,K] the same over all keys that are visible.
-    """
-
-    policy: Any
-    held: Array
-    total: Array
+    policy: Any  # the policy's own state
+    held: Array  # [L,K] probability on the keys that the layer's KV head may read, summed over rows and query heads
+    total: Array  # [L,K] the same over all keys that are visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +132,12 @@ class RecallRecorder(Policy):
     anchors and all layers of Dense do, `held` equals `total`.
 
     Attributes:
-        policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
         dense: if true, layers return the output of dense attention, so that each layer is judged on the inputs of a
             dense run. If false, they return the policy's output, so that each is judged on the inputs of the policy's
             run.
     """
 
-    policy: Policy
+    policy: Policy  # a `Kascade`, `Window`, `Oracle` or `Dense`
     dense: bool = False
 
     @property

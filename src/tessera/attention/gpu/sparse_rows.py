@@ -426,17 +426,14 @@ class Source(NamedTuple):
     """Differences between the kernels that use this module: how keys reach shared memory, and how scores are masked.
 
     Attributes:
-        name: name of the kernel.
         fetch: (refs, items, cut) -> None, run by the fetching warpgroup; fills every block of every item's list.
-        hide: (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key.
-        arrivals: arrivals at the barrier of a block of K (and of V) that complete the block.
         scratch: scratch memory by name, for the optional last fields of `Refs`.
     """
 
-    name: str
+    name: str  # name of the kernel
     fetch: Callable
-    hide: Callable
-    arrivals: int
+    hide: Callable  # (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key
+    arrivals: int  # arrivals at the barrier of a block of K (and of V) that complete the block
     scratch: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -68,13 +68,9 @@ MEANINGS: tuple[Meaning, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(compiler.Compiled):
-    """Result of compiling one program for a GPU, or the error; `program` lacks the kernels' serialised code.
+    """Result of compiling one program for a GPU, or the error; `program` lacks the kernels' serialised code."""
 
-    Attributes:
-        kernels: reports on the program's Mosaic kernels, in order of compilation.
-    """
-
-    kernels: tuple[sass.Report, ...] = ()
+    kernels: tuple[sass.Report, ...] = ()  # reports on the program's Mosaic kernels, in order of compilation
 
 
 def lower(program: Mapping[str, Any]) -> CompileError | None:

@@ -31,29 +31,21 @@ class Report:
     """One compiled kernel.
 
     Attributes:
-        kernel: the kernel's name.
-        registers: registers per thread at launch; warpgroups redistribute them with set_max_registers.
-        spill_bytes: bytes per thread of (stores, loads) of spilled registers.
-        stack_bytes: bytes of local memory per thread.
-        shared_bytes: bytes of shared memory per thread block: static memory, buffers and barriers.
-        barriers: number of barriers (mbarrier) in shared memory.
         instructions: operation (HGMMA, UTMALDG, ...) -> occurrences in the code; those in WIDE also by width, as in
             "LDGSTS.128".
-        local: the lines of code that access local memory.
-        report: ptxas' text about the kernel.
         blocks, threads: number of thread blocks in the grid and of threads in a block; None if the lowering does not
             state them.
     """
 
-    kernel: str
-    registers: int
-    spill_bytes: tuple[int, int]
-    stack_bytes: int
-    shared_bytes: int
-    barriers: int
+    kernel: str  # the kernel's name
+    registers: int  # registers per thread at launch; warpgroups redistribute them with set_max_registers
+    spill_bytes: tuple[int, int]  # bytes per thread of (stores, loads) of spilled registers
+    stack_bytes: int  # bytes of local memory per thread
+    shared_bytes: int  # bytes of shared memory per thread block: static memory, buffers and barriers
+    barriers: int  # number of barriers (mbarrier) in shared memory
     instructions: Mapping[str, int]
-    local: tuple[str, ...]
-    report: str
+    local: tuple[str, ...]  # the lines of code that access local memory
+    report: str  # ptxas' text about the kernel
     blocks: int | None = None
     threads: int | None = None
 

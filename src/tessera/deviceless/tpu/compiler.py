@@ -68,15 +68,12 @@ class Compiled(compiler.Compiled):
     """Result of compiling one program for a TPU, or the error.
 
     Attributes:
-        schedules: schedules of the program's Pallas kernels.
-        operations: operations around the kernels that move data, with their bytes.
-        entry: the program's entry computation, without attributes.
         fusions: schedules of XLA's operations by name, if `compile_for` was asked for them.
     """
 
-    schedules: tuple[schedule.Schedule, ...] = ()
-    operations: tuple[hlo.Operation, ...] = ()
-    entry: str = ""
+    schedules: tuple[schedule.Schedule, ...] = ()  # schedules of the program's Pallas kernels
+    operations: tuple[hlo.Operation, ...] = ()  # operations around the kernels that move data, with their bytes
+    entry: str = ""  # the program's entry computation, without attributes
     fusions: Mapping[str, xla.Fusion] = MappingProxyType({})
 
     @property

@@ -23,9 +23,6 @@ class Inspection(inspection.Inspection):
 
     Attributes:
         steps, bundles_per_step, cycles_per_step: grid steps of the call, and mean bundles and cycles of one step.
-        slots: unit -> mean slots used and available per step.
-        spill_slots: mean slots per step that move spilled registers.
-        predicted_ms, predicted_tflops: from the schedules of the Pallas kernels; None if the call has no such kernel.
         percent_of_peak: predicted rate, in percent of the nominal rate of one jax device.
     """
 
@@ -38,9 +35,9 @@ class Inspection(inspection.Inspection):
     smem_bytes: int | None = None
     bundles_per_step: float | None = None
     cycles_per_step: float | None = None
-    slots: Mapping[str, Mapping[str, float]] = MappingProxyType({})
-    spill_slots: float | None = None
-    predicted_ms: float | None = None
+    slots: Mapping[str, Mapping[str, float]] = MappingProxyType({})  # unit -> mean slots used and available per step
+    spill_slots: float | None = None  # mean slots per step that move spilled registers
+    predicted_ms: float | None = None  # from the schedules of the Pallas kernels; None if the call has no such kernel
     predicted_tflops: float | None = None
     prediction: predict.Prediction | None = None
 

@@ -23,17 +23,11 @@ SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Costs that no schedule shows.
+    """Costs that no schedule shows."""
 
-    Attributes:
-        stall: cycles per bundle; above 1 where on-chip memory makes the core wait.
-        step_s: seconds that a grid step adds on its core (DMA set-up and waits).
-        bandwidth_share: share of the nominal HBM bandwidth that copies reach.
-    """
-
-    stall: float = 1.0
-    step_s: float = 0.0
-    bandwidth_share: float = 1.0
+    stall: float = 1.0  # cycles per bundle; above 1 where on-chip memory makes the core wait
+    step_s: float = 0.0  # seconds that a grid step adds on its core (DMA set-up and waits)
+    bandwidth_share: float = 1.0  # share of the nominal HBM bandwidth that copies reach
 
 
 NOMINAL = Overheads()
@@ -49,33 +43,23 @@ class Prediction:
     """Predicted cost of a compiled program on its chip (on one device, if the chip has two).
 
     Attributes:
-        ms: time of the whole program.
-        compute_ms, dma_ms: time of the kernels' bundles, and of their bytes; the longer one counts.
-        around_ms: time of the operations around the kernels.
-        steps: grid steps of all kernels.
-        bundles_per_step: mean bundles of one step on one core.
-        cycles_per_step: mean cycles of one step on one core: the sum of `schedule.Region.cycles` over its scopes.
-        slots: unit -> mean slots used and available per step.
-        spill_slots: mean slots per step that move spilled registers.
-        moved_bytes: bytes to and from HBM, by the kernels and the operations around them.
         bound_by: what takes the most time: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no
             unit is half full.
-        assumed: scopes whose number of executions the kernel does not state; they count once per step.
         scopes: "kernel/scope" -> (executions, cycles of one execution).
     """
 
-    ms: float
-    compute_ms: float
+    ms: float  # time of the whole program
+    compute_ms: float  # time of the kernels' bundles, and of their bytes; the longer one counts
     dma_ms: float
-    around_ms: float
-    steps: int
-    bundles_per_step: float
-    cycles_per_step: float
-    slots: Mapping[str, Mapping[str, float]]
-    spill_slots: float
-    moved_bytes: float
+    around_ms: float  # time of the operations around the kernels
+    steps: int  # grid steps of all kernels
+    bundles_per_step: float  # mean bundles of one step on one core
+    cycles_per_step: float  # mean cycles of one step on one core: the sum of `schedule.Region.cycles` over its scopes
+    slots: Mapping[str, Mapping[str, float]]  # unit -> mean slots used and available per step
+    spill_slots: float  # mean slots per step that move spilled registers
+    moved_bytes: float  # bytes to and from HBM, by the kernels and the operations around them
     bound_by: str
-    assumed: tuple[str, ...]
+    assumed: tuple[str, ...]  # scopes whose number of executions the kernel does not state; they count once per step
     scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})
 
     def busy(self, unit: str) -> float:

@@ -35,23 +35,18 @@ class Region:
     """All bundles of one scope.
 
     Attributes:
-        name: the scope's name, or "step" or "launch".
-        bundles: number of bundles; one pass through the scope takes as many cycles if nothing waits.
-        slots: unit -> slots used in one pass.
         product_cycles: cycles that the scope's products take in the matrix units; may exceed the number of bundles. One
             product instruction feeds a register of rows, 16 of bfloat16 or 8 of float32. Either 4 units of 128 columns
             take one row per cycle each, or 2 units of 256 columns take two rows per cycle each: 4 rows per cycle in
             all.
-        depth: depth of the deepest loop around bundles of the scope; 1 is the loop over the grid.
-        loops: number of deeper loops that hold bundles of this scope but have no scope themselves.
     """
 
-    name: str
-    bundles: int
-    slots: Mapping[str, int]
+    name: str  # the scope's name, or "step" or "launch"
+    bundles: int  # number of bundles; one pass through the scope takes as many cycles if nothing waits
+    slots: Mapping[str, int]  # unit -> slots used in one pass
     product_cycles: int
-    depth: int
-    loops: int
+    depth: int  # depth of the deepest loop around bundles of the scope; 1 is the loop over the grid
+    loops: int  # number of deeper loops that hold bundles of this scope but have no scope themselves
 
     @property
     def cycles(self) -> int:
@@ -64,18 +59,14 @@ class Schedule:
     """One kernel's schedule.
 
     Attributes:
-        kernel: the compiler's name of the kernel: the pallas_call's name and a number.
-        capacity: slots per bundle of each unit.
-        regions: the kernel's regions, in order of first appearance.
-        vmem_bytes, smem_bytes: bytes of the kernel's scratch and windows in VMEM and SMEM, all buffers counted.
         turns: iterations of the loop over the grid on one core; None if the number is known only at run time, or if
             each core runs one grid step and therefore needs no loop.
     """
 
-    kernel: str
-    capacity: Mapping[str, int]
-    regions: tuple[Region, ...]
-    vmem_bytes: int
+    kernel: str  # the compiler's name of the kernel: the pallas_call's name and a number
+    capacity: Mapping[str, int]  # slots per bundle of each unit
+    regions: tuple[Region, ...]  # the kernel's regions, in order of first appearance
+    vmem_bytes: int  # bytes of the kernel's scratch and windows in VMEM and SMEM, all buffers counted
     smem_bytes: int
     turns: int | None = None
 
