@@ -161,21 +161,10 @@ def test_module_names_say_something():
     assert not BANNED_NAMES & {path.stem for path in (*MODULES, *LAB.rglob("*.py"))}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
-def test_budgets(path):
-    """Files have at most 450 lines (kernels 650), functions 60 without docstring (120) and 9 positional parameters."""
-    text = path.read_text()
-    kernels = dotted(path).startswith("attention.")
-    size, most = len(text.splitlines()), 650 if kernels else 450
-    assert size <= most, f"{dotted(path)} has {size} lines, more than {most}: split it by role"
-    limit = 120 if kernels else 60
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            doc = node.body[0] if ast.get_docstring(node) else None
-            length = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
-            assert length <= limit, f"{dotted(path)}:{node.lineno} {node.name} has {length} lines (limit {limit})"
-            count = len(node.args.args) + len(node.args.posonlyargs) - (node.args.args[:1] == ["self"])
-            assert count <= 9, f"{dotted(path)}:{node.lineno} {node.name} takes {count} positional parameters"
+def test_the_package_stays_small():
+    """Lower LINES whenever the package shrinks; 42,000 is the goal."""
+    count = sum(len(path.read_text().splitlines()) for path in MODULES)
+    assert count <= LINES, f"the package has {count} lines: cut something, or move what only measures it into lab/"
 
 
 def test_budgets():
