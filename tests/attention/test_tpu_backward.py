@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionSpec, KeyValues, Positions
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.xla import prefill as xla_prefill
@@ -81,9 +81,9 @@ def run(call, results, d_out, d_lse, spec, dtype, config):
 def simulated(spec, config):
     """Jit the simulated kernel: (q, k, v, out, lse, d_out, d_lse, positions) -> dq, dk, dv."""
 
-    def gradients(q, k, v, *rest):
-        *rest, positions = rest
-        found = tpu_backward.gradients(q, *KeyValues.of(k, v)[:2], *rest, spec, positions, config=config)
+    def gradients(q, k, v, out, lse, d_out, d_lse, positions):
+        results = AttentionOut(out, lse), AttentionOut(d_out, d_lse)
+        found = tpu_backward.gradients(q, *KeyValues.of(k, v)[:2], *results, spec, positions, config)
         return found[0], *KeyValues.of(*found[1:])[:2]
 
     return calls.jit_for(DENSE, gradients)

@@ -156,7 +156,8 @@ def tpu_gradient_call(
 
     def gradients(q, k, v, out, lse, d_out, d_lse, positions):
         q, (out, d_out) = jnp.swapaxes(q, 1, 2), (x.reshape(1, length, heads, head_dim) for x in (out, d_out))
-        dq, dk, dv = tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions, config=config)
+        result, cotangents = AttentionOut(out, lse), AttentionOut(d_out, d_lse)
+        dq, dk, dv = tpu_backward.gradients(q, k, v, result, cotangents, spec, positions, config)
         return jnp.swapaxes(dq, 1, 2), dk, dv
 
     q = jax.ShapeDtypeStruct((1, heads, length, head_dim), dtype)

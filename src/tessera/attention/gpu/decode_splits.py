@@ -174,15 +174,10 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
 def merge_splits(
     out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Merge the partial results of all splits.
+    """Merge the partial results of all splits; return the values and, in every column, log2 of the whole sum.
 
-    Args:
-        out: each split's softmax-weighted values, float32; 0 where the split saw no key.
-        lse: log2 of each split's sum of exponentials, in every column of a row; -inf where the split saw no key.
-        dtype: dtype of the merged values.
-
-    Returns:
-        The merged values, and log2 of the whole sum in every column (float32).
+    `out` holds softmax-weighted values, 0 where the split saw no key, and `lse` log2 of each split's sum of
+    exponentials, in every column of a row, -inf where the split saw no key; all but the values are float32.
     """
     rows, size = out.shape[1:], out[0].size
     flat = [flatten(x) for x in (out, lse)]
@@ -285,9 +280,6 @@ def merge_and_weigh(
         bank: log2 of each unit's sum of exponentials, per row of a product, for `stored_units(cut)` units; units that
             no row sees may hold anything.
         totals: lse in bits, once per row of a product; -inf where the split saw no key.
-        cut: sizes of the call.
-        positions: positions of the rows.
-        dtype: dtype of the merged values.
     """
     flat = [flatten(x) for x in (out, lse)]
     rows, size = out.shape[1:], out[0].size

@@ -29,7 +29,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
 from tessera.attention.online_softmax import LOG2_E
 from tessera.attention.tpu.matrix_unit import LANES, chip
 from tessera.attention.tpu.prefill_blocks import masked_runs
@@ -291,32 +291,13 @@ def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
 
 
 def gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    d_out: Array,
-    d_lse: Array,
-    spec: AttentionSpec,
-    positions: Positions,
-    *,
-    config: Config | None = None,
+    q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions, config=None
 ) -> tuple[Array, Array, Array]:
-    """Compute (dq, dk, dv) of dense prefill from its results and their cotangents.
+    """Compute (dq, dk, dv) of a dense prefill from its `result`; a `config` of None means `default_config`.
 
-    Args:
-        q: [B,T,N,H] queries.
-        k: [B,K,S,H] keys.
-        v: [B,K,S,H] values.
-        out: [B,T,N,H] output of the forward pass.
-        lse: [B,T,N] lse of the forward pass, float32; -inf where a row sees no key.
-        d_out: [B,T,N,H] cotangent of out.
-        d_lse: [B,T,N] cotangent of lse.
-        spec: spec of the forward call.
-        positions: positions of the forward call.
-        config: block sizes; None means `default_config`.
+    q, out and their cotangents are [B,T,N,H], lse and its cotangent [B,T,N], k and v [B,K,S,H].
     """
+    (out, lse, _), (d_out, d_lse, _) = result, cotangents
     batch, num_queries, num_heads, dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     shapes = Shapes(batch, num_queries, num_keys, num_heads, kv_heads, dim, None, str(q.dtype))

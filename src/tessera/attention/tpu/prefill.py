@@ -449,13 +449,7 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec, positions, config) -> tuple:
-    """Compute dq, dk and dv with the kernel of `tpu.backward`, which has its own block sizes."""
-    (out, lse, _), (d_out, d_lse, _) = result, cotangents
-    return tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions)
-
-
-dense = differentiable(attend, gradients)
+dense = differentiable(attend, lambda *call: tpu_backward.gradients(*call[:-1]))  # its block sizes are its own
 """Dense prefill, differentiable in q, k and v."""
 
 
