@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from tessera.core.mesh import MeshShape, build, sharding
 from tessera.core.quant import FORMS, Quantised, arrays_of
+from tessera.models import grouped
 from tessera.models.layers import linear
 from tessera.models.weights import LAYER, quantised_axes
 
@@ -46,3 +47,19 @@ def split_product(name, rows, inputs, outputs, devices):
     )  # fmt: skip
     x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16, sharding=sharding(mesh, (None, "mlp")))
     return jax.jit(linear, out_shardings=sharding(mesh, ())), (x, weight)
+
+
+def grouped_kernel(rows, group, size):
+    """Build the kernel of models/grouped.py on a weight of `size` (outputs, inputs) in 4 bits."""
+    outputs, inputs = size
+    count = inputs // group
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weight = Quantised(
+        values=of(count, group, outputs, dtype=jnp.int4), scale=of(count, outputs, dtype=jnp.float16), sample=of(64),
+        kind="int4", group=group, float_dtype="bfloat16",
+    )  # fmt: skip
+    about = {"executions": grouped.executions(rows, inputs, outputs, group)}
+    return jax.jit(grouped.product), (of(rows, inputs), weight), about

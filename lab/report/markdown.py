@@ -134,19 +134,19 @@ MOVED = re.compile(
 )
 """The start of commands that `python -m lab` has today."""
 
-DELETED = ("ablations",)
-"""Modules of studies that were deleted. Their code exists only in the commits that made their records."""
+DELETED = ("ablations", "fusions", "memory", "planner")
+"""Studies that were deleted. Their code exists only in the commits that made their records."""
 
 
 def repeat_with(record: Record) -> str:
     """Return the command that repeats the record's measurement, with the name that it has today.
 
-    For a deleted study, the command first checks out the record's commit.
+    For a deleted study, the command first checks out the record's commit, which the same line of a table names.
     """
+    if re.search(rf"\b(?:tessera study |tessera\.deviceless\.)(?:{'|'.join(DELETED)})\b", record.command):
+        return f"git checkout COMMIT; {record.command}"
 
     def of_today(found: re.Match) -> str:
-        if found[1] in DELETED:
-            return f"git checkout {record.code.commit[:9]}; {found[0]}"
         return f"python -m lab study {RENAMED.get(found[1], found[1])}"
 
     return MOVED.sub("python -m lab ", re.sub(r"python -m tessera\.deviceless\.(\w+)", of_today, record.command))

@@ -1,4 +1,4 @@
-"""Render the tables of the studies `planner`, `fusions` and `memory`."""
+"""Render the tables of three former studies: the planner's steps, parts of a layer, and the memory of a step."""
 
 from collections.abc import Sequence
 from types import MappingProxyType

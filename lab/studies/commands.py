@@ -201,46 +201,6 @@ class Fuzz:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planner:
-    """Compare the memory that the planner predicts for whole steps with the memory that the compiler reports."""
-
-    out: Path = Path("build/planner.jsonl")
-    """File that stores finished steps, for resuming."""
-    limit_s: float = 1800.0
-    """Seconds after which a compile is killed."""
-    list: bool = False
-    """Print the steps that are left and exit."""
-    report: bool = False
-    """Append a record per step to evidence/; the exit code is 1 if the planner was wrong."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile the steps that are missing, or, with --report, append the records."""
-        return study_module("planner").study(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fusions:
-    """Compare several ways to compute each part of a layer, by their times in the TPU compiler's schedules."""
-
-    out: Path = Path("build/tpu-fusions.jsonl")
-    """File that stores finished parts, for resuming."""
-    limit_s: float = 300.0
-    """Seconds after which a compile is killed."""
-    list: bool = False
-    """Print the parts that are left and exit."""
-    report: bool = False
-    """Append a record to evidence/ for each combination of part, way to compute it, and chip."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile the missing parts, or, with --report, append the records; return 1 if a part does not compile."""
-        return study_module("fusions").study(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Serving:
     """Measure the real server against its goals: many clients, shared documents, fairness, leaks, kills (an hour)."""
 
@@ -266,30 +226,6 @@ class Serving:
         return study_module("serving").study(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Compare the memory and time of a decode step and a training step with and without donation and recomputation, and
-    in several precisions."""
-
-    out: Path = Path("build/step-memory.jsonl")
-    """File that stores finished steps, for resuming."""
-    limit_s: float = 900.0
-    """Seconds after which a compile for a TPU is killed."""
-    list: bool = False
-    """Print the steps that are left and exit."""
-    report: bool = False
-    """Append a record to evidence/ for each combination of step, variant and device."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile and time the missing steps, or, with --report, append the records.
-
-        Return 1 if a step does not compile.
-        """
-        return study_module("memory").study(self)
-
-
 STUDIES = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
@@ -298,10 +234,7 @@ STUDIES = {
     "gpu-gates": GpuGates,
     "gpu-figures": GpuFigures,
     "fuzz": Fuzz,
-    "planner": Planner,
-    "fusions": Fusions,
     "serving": Serving,
-    "memory": Memory,
 }
 
 

@@ -77,13 +77,13 @@ def test_studies_of_before_name_the_command_of_today():
         assert repeat_with(replace(record, command=command)) == command
 
 
-def test_a_deleted_study_names_the_commit_that_holds_its_code():
+def test_a_deleted_study_is_repeated_at_the_commit_of_its_records():
     from lab.report.markdown import DELETED, repeat_with
 
     [record, *_] = compared()
     for name in DELETED:
-        command = f"python -m tessera.deviceless.{name}, and --report"
-        assert repeat_with(replace(record, command=command)) == f"git checkout 012345678; {command}"
+        for command in (f"python -m tessera.deviceless.{name}, and --report", f"tessera study {name}"):
+            assert repeat_with(replace(record, command=command)) == f"git checkout COMMIT; {command}"
 
 
 def test_speed_table_keeps_a_run_whose_peer_was_not_there():

@@ -1,9 +1,12 @@
 """The TPU kernel for products with 4-bit groups: in the simulator against float64, and through the TPU compiler."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quant_subjects
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.core.quant import FORMS, Form, Quantised, dequantised, round_rows
@@ -12,6 +15,7 @@ from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import grouped, products
 
 RNG = np.random.default_rng(23)
+TESTS = str(Path(quant_subjects.__file__).parent)
 
 
 def weight(outputs: int, inputs: int, form: Form, zeros: bool = False) -> Quantised:
@@ -67,7 +71,7 @@ def test_many_bfloat16_rows_on_a_tpu_take_the_kernel(rows, dtype, platform, kern
 
 def test_the_compiled_kernel_reads_quantised_bytes_and_keeps_the_matrix_unit_busy():
     sizes = {"rows": 1024, "group": 32, "size": (2048, 2048)}
-    found = tpu.compile_for("v6e", factory_program("tessera.deviceless.parts:groups", form="kernel", **sizes))
+    found = tpu.compile_for("v6e", factory_program("quant_subjects:grouped_kernel", **sizes), paths=[TESTS])
     assert found.error is None, found.error
     assert found.memory["temp"] < 2048 * 2048 / 8
     turn = found.schedules[0].region("turn")
