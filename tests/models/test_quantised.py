@@ -237,7 +237,7 @@ def test_abstract_weights_have_the_planned_bytes():
     for name, tied, heads in itertools.product(FORMS, (False, True), (1, 4)):
         config = replace(config, tie_embeddings=tied)
         mesh = AbstractMesh((heads, 1), AXES, axis_types=(AxisType.Auto,) * 2)
-        params = abstract_params(config, mesh, weights=name, dtype="bfloat16")
+        params = abstract_params(config, mesh, weight_format=name, dtype="bfloat16")
         types, division = Types(weights=name), Division(heads=heads)
         planned = sum(weight_bytes(config, types=types, division=division).values())
         assert device_bytes(params) == planned, (name, tied, heads)

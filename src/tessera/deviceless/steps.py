@@ -96,7 +96,7 @@ def model_step(
     function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, held), whole))
     tokens = place((batch, rows), jnp.int32)
     positions = Positions(*[place((batch,), jnp.int32)] * 3)
-    params = abstract_params(config, mesh, stacked=stacked, weights=weights)
+    params = abstract_params(config, mesh, stacked=stacked, weight_format=weights)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
                    config.head_dim, None, config.dtype)._replace(scaled=cache == "int8")  # fmt: skip
     about = {"roles": roles(policy, config), "weight_bytes": device_bytes(params)}

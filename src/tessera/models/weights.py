@@ -141,11 +141,11 @@ def abstract_params(
     *,
     dtype: DTypeLike | None = None,
     stacked: bool = True,
-    weights: str | None = None,
+    weight_format: str | None = None,
 ) -> Params:
     """Return the weights of a model as shapes, dtypes and shardings on a mesh, without any arrays.
 
-    If `dtype` is None, it is config.dtype. `weights` names a form in `core.quant.FORMS`, or is None for floats.
+    If `dtype` is None, it is config.dtype. `weight_format` names a form in `core.quant.FORMS`, or is None for floats.
     """
     dtype = jnp.dtype(dtype or config.dtype)
 
@@ -154,7 +154,7 @@ def abstract_params(
         return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=where)
 
     def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | Quantised:
-        shape, form = shape_of(weight, config), form_of(weight, config, weights)
+        shape, form = shape_of(weight, config), form_of(weight, config, weight_format)
         if form is None:
             return array(shape, weight.axes, dtype, lead)
         axes = quantised_axes(weight, form)

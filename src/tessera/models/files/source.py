@@ -8,13 +8,11 @@ import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
@@ -29,6 +27,7 @@ from tessera.models.files.generation_config import GenerationConfig, parse_gener
 from tessera.models.files.gguf_file import KINDS, GgufFile, GgufTensor, read_gguf, read_gguf_rows
 from tessera.models.files.gguf_tokenizer import gguf_tokenizer
 from tessera.models.files.hub import download
+from tessera.models.files.parts import Reader
 from tessera.models.files.tensor_file import INDEX, Stored, check_stored, read_index, read_rows
 from tessera.models.files.unread import ignoring
 from tessera.models.text.tokenizer import Tokenizer
@@ -55,6 +54,7 @@ class Source(ABC):
         generation: the authors' sampling defaults; empty for a GGUF file.
         tensors: where each tensor is stored, by Hugging Face's name; all names and shapes match the config.
         kinds: `Quantised.kind` of each matrix that the form "gguf" keeps in blocks, by name; None for a folder.
+        read_rows: function that reads some rows and columns of a tensor as floats.
 
     Raises:
         ValueError: a file is missing, broken or cut short, or a key, value or tensor is missing or not supported; the
@@ -69,6 +69,8 @@ class Source(ABC):
     generation: GenerationConfig
     tensors: Mapping[str, Stored | GgufTensor]
     kinds: Mapping[str, str] | None
+    read_rows: Reader
+    _check_shape: Callable[[str, Any, tuple[int, ...]], None]
     _config_name: str  # what errors call the place of the config
     _retry: str
     _before: Mapping[Path, tuple[int, int, int]]  # identities of the files when their headers were read
@@ -79,12 +81,6 @@ class Source(ABC):
     @abstractmethod
     def companion(self, name: str) -> Path:
         """Return the path of a file `name` that belongs to the model: in its folder, or x.`name` next to x.gguf."""
-
-    @abstractmethod
-    def read_rows(
-        self, name: str, tensor: Any, rows: range, columns: range
-    ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-        """Yield blocks of a tensor's rows as floats; see `tensor_file.read_rows` and `gguf_file.read_gguf_rows`."""
 
     @abstractmethod
     def log_ignored(self) -> None:
@@ -123,15 +119,13 @@ class Source(ABC):
             self._check_shape(name, stored[name], shape)
         return stored
 
-    @abstractmethod
-    def _check_shape(self, name: str, tensor: Any, shape: tuple[int, ...]) -> None: ...
-
 
 class Folder(Source):
     """A Hugging Face folder."""
 
     _config_name, _retry = CONFIG, "correct config.json, or download the model again"
     kinds = None
+    read_rows, _check_shape = staticmethod(read_rows), staticmethod(check_stored)
 
     def __init__(self, path: Path):
         self.path, self.described = path, path / CONFIG
@@ -176,17 +170,9 @@ class Folder(Source):
     def companion(self, name: str) -> Path:
         return self.path / name
 
-    def read_rows(
-        self, name: str, tensor: Stored, rows: range, columns: range
-    ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-        return read_rows(name, tensor, rows, columns)
-
     def log_ignored(self) -> None:
         if keys := families.unread_keys(self._raw[CONFIG]):
             logger.info("%s: %s", self.described, ignoring(keys))
-
-    def _check_shape(self, name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
-        check_stored(name, tensor, shape)
 
 
 class Gguf(Source):
@@ -194,6 +180,7 @@ class Gguf(Source):
 
     _config_name, _retry = "metadata", "download the model again"
     generation = GenerationConfig()
+    read_rows = staticmethod(read_gguf_rows)
 
     def __init__(self, path: Path):
         self.path = self.described = path
@@ -240,11 +227,6 @@ class Gguf(Source):
 
     def companion(self, name: str) -> Path:
         return self.path.with_name(f"{self.path.name.removesuffix('.gguf')}.{name}")
-
-    def read_rows(
-        self, name: str, tensor: GgufTensor, rows: range, columns: range
-    ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-        return read_gguf_rows(name, tensor, rows, columns)
 
     def log_ignored(self) -> None:
         if keys := gguf_model.unread_keys(self._metadata):
