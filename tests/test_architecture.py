@@ -110,6 +110,12 @@ def test_models_know_no_concrete_policy():
         assert not concrete, f"{dotted(path)} imports {concrete}"
 
 
+def test_only_a_source_knows_that_a_file_is_a_gguf():
+    for path in MODULES:
+        known = {m for m in imports(path) if "gguf" in m}
+        assert not known or path.parent == SOURCE / "models" / "files", f"{dotted(path)} imports {known}"
+
+
 def test_reference_stands_alone():
     assert imports(SOURCE / "attention" / "reference.py") <= {"attention.contract", "attention.kernel", "core.shapes"}
 

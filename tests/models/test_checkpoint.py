@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
-from tiny import random_params
+from tiny import random_params, save_tiny
 
+import tessera
 from tessera.models.config import ModelConfig, Rope, stable_repr
 from tessera.models.files import tensor_file
 from tessera.models.files.checkpoint import fingerprint, load_params, save_folder
@@ -252,6 +253,14 @@ def test_tied_heads_may_be_stored_but_must_be_equal(tmp_path):
         load_params(open_source(folder))
 
 
+def test_a_load_reads_each_config_once(tmp_path, monkeypatch):
+    folder, read = save_tiny(tmp_path / "model"), []
+    monkeypatch.setattr(Path, "read_bytes", lambda path, whole=Path.read_bytes: read.append(path.name) or whole(path))
+    tessera.load(folder)
+    names = ["config.json", "generation_config.json", "tokenizer_config.json"]
+    assert sorted(name for name in read if "config" in name) == names
+
+
 def test_old_rotary_buffers_are_accepted(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
@@ -383,7 +392,7 @@ import psutil, jax
 import jax.numpy as jnp
 from pathlib import Path
 from tessera.models.files.checkpoint import load_params
-from tessera.models.files.source import open_source, resolve
+from tessera.models.files.source import open_source
 folder, dtype, stacked = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "stacked"
 source = open_source(folder)
 source.config

@@ -1,1 +1,1 @@
-"""LLaMA-family decoders: config, weights, cache, tokenizer."""
+"""LLaMA-family decoders: config, weights, layers, cache, pages; `files` reads and writes models, `text` tokenises."""
