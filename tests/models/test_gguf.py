@@ -181,7 +181,7 @@ import psutil, jax
 import gguf  # its code is not the model
 import jax.numpy as jnp
 from tessera.models.files.checkpoint import load_params
-from tessera.models.files.source import open_source, resolve
+from tessera.models.files.source import open_source
 source = open_source(sys.argv[1])
 source.config
 jax.block_until_ready(jnp.zeros(8) + 1)
