@@ -64,3 +64,8 @@ def tiny_model(folder):
 def start(model, keys=(), context=CONTEXT):
     """Serve the model with two rows."""
     return Running(model, warm.start(model, context=context, slots=2, queue=16), keys=keys, context=context)
+
+
+def ask(running, prompt, **options):
+    """Complete a prompt, greedily unless `options` set a temperature."""
+    return running.client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)

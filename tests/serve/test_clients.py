@@ -20,25 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from live_server import KEY, start, tiny_model
+from live_server import KEY
 
 from tessera.chat.remote import RemoteChat
 from tessera.cli import main as cli
 from tessera.generate import Interrupted
 from tessera.runtime.step import score_tokens
 from tessera.sparse.baselines import Dense
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("clients"))
-
-
-@pytest.fixture(scope="module")
-def running(model):
-    found = start(model, keys=(KEY,))
-    yield found
-    found.close()
 
 
 def logprobs_of(model, tokens):

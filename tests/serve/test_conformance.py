@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx2 as httpx
 import pytest
-from live_server import KEY, start, tiny_model
+from live_server import KEY
 from tiny import CONFIG
 
 from tessera.serve import asking
@@ -328,13 +328,6 @@ REFUSED = [
     Refused("any", "temprature", {"temprature": 0}, "an unknown field may be a spelling mistake"),
 ]  # fmt: skip
 ROWS = [*OPENAI, *LLAMA, *VLLM, *OTHERS]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    found = start(tiny_model(tmp_path_factory.mktemp("conformance")), keys=(KEY,))
-    yield found
-    found.close()
 
 
 def send(running, body, path=None):
