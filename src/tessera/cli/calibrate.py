@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tessera.cli.flags import FILE, MODEL, Dtype, Omittable
+from tessera.cli.flags import FILE, MODEL, Command, Dtype, Omittable
 from tessera.cli.model_commands import named_model
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class Calibrate(Command):
     """Measure on a text how many keys each layer and head of a model must read, and write a Kascade plan.
 
     If a search for a plan is interrupted, the same command resumes it.
@@ -58,8 +58,6 @@ class Calibrate:
     """Maximum number of tokens to take from the text, spread evenly over it."""
     dtype: Dtype = "auto"
     """Dtype of the weights; auto is the checkpoint's own."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Write the plan and print what it keeps."""

@@ -29,17 +29,10 @@ def compile_without_chip() -> None:
 def parse(
     argv: Sequence[str], prog: str, description: str, commands: Commands, groups: Mapping[str, Commands] = NO_GROUPS
 ) -> Any:
-    """Parse the arguments into a command with its flags.
+    """Parse the arguments, without the program's name `prog`, into a command with its flags.
 
-    Args:
-        argv: the arguments, without the program's name.
-        prog: what a user types to start the program.
-        description: text of the program's help.
-        commands: command by name.
-        groups: the commands that follow a command which is only a group, by that command's name.
-
-    Raises:
-        SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
+    `groups` holds the commands that follow a command which is only a group, by that command's name. Raise SystemExit
+    with code 0 after help, with code 2 if the arguments are wrong.
     """
     words = [*argv[1:], "--help"] if argv[:1] == ["help"] else list(argv) or ["--help"]
     kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in commands.items()]
@@ -62,7 +55,6 @@ def parse(
 
 
 def refuse(message: str) -> NoReturn:
-    """Print this error and exit with code 2."""
     print(f"error: {escaped(message, 400)}", file=sys.stderr)
     raise SystemExit(2)
 

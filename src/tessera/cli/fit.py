@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli.flags import Omittable, Several, Weights
+from tessera.cli.flags import Command, Omittable, Several, Weights
 from tessera.core import interrupt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class Fit(Command):
     """Predict whether a model fits on a chip, and how fast it runs.
 
     Exit code: 0 if some pair of weight and cache types fits; 1 if none does, or if the compiler refuses a step of
@@ -46,11 +46,8 @@ class Fit:
     """File for a picture that compares the chip's memory with what each pair of weight and cache types takes."""
     json: bool = False
     """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the answer and return the exit code."""
         with interrupt.at_once():  # nothing is written yet
             answer, checks = self.answer()
         if self.json:

@@ -20,7 +20,6 @@ PARTS = {
 
 
 def draw(answer: Answer, model: str, path: Path) -> None:
-    """Draw the picture to a file."""
     pairs, q = answer.pairs, answer.question
     figure = Figure(figsize=(8.0, 0.5 + 0.45 * len(pairs) + 1.3), layout="constrained")
     axes = figure.subplots()

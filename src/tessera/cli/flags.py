@@ -41,6 +41,14 @@ def value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, whose fields are its flags."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
     """Flags that control sampling."""
 

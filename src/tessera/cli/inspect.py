@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tessera.cli.flags import MODEL, Omittable, Weights
+from tessera.cli.flags import MODEL, Command, Omittable, Weights
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
 """Flags that describe a single attention call, and that --model therefore refuses."""
@@ -20,7 +20,7 @@ MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect:
+class Inspect(Command):
     """Compile an attention kernel for a chip that this machine lacks, and report whether the kernel fits and how
     well it uses the chip.
 
@@ -80,11 +80,8 @@ class Inspect:
     """File to which a record of the result is appended."""
     json: bool = False
     """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the call, print the result and return the exit code."""
         self.check()
         if self.model is not None:
             return self.run_model()
@@ -129,7 +126,6 @@ class Inspect:
         return shown
 
     def sizes(self) -> dict:
-        """Parse --config as JSON."""
         try:
             return json.loads(self.config)
         except json.JSONDecodeError as error:
@@ -166,7 +162,6 @@ class Inspect:
             check_picture(self.picture)
 
     def run_model(self) -> int:
-        """Compile a whole step of --model, print the result and return the exit code."""
         from tessera.deviceless import model_inspection, steps
         from tessera.models.files.ends import describe
 

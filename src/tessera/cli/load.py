@@ -11,11 +11,11 @@ from typing import Annotated
 
 import tyro
 
-from tessera.cli.flags import Omittable
+from tessera.cli.flags import Command, Omittable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(Command):
     """Send requests to a running server at random times, and measure latencies and throughput."""
 
     url: Annotated[str, tyro.conf.Positional]
@@ -42,8 +42,6 @@ class Load:
     """File whose first key is the API key."""
     json: bool = False
     """Print one JSON object."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Send the requests and print the summary; return 1 if a request failed.
@@ -90,7 +88,6 @@ class Load:
 
 
 def render(found: dict) -> str:
-    """Return the summary as lines of text."""
     lines = [f"{found['completed']} requests in {found['seconds']:.1f} s"]
     lines += [f"failed: {count} x {error}" for error, count in found["errors"].items()]
     lines.append(

@@ -16,7 +16,7 @@ import tyro
 from tessera.cli import command_line, flags, remote, usage
 from tessera.cli.calibrate import Calibrate
 from tessera.cli.fit import Fit
-from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
+from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Command, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.load import Load
 from tessera.cli.measure import Bench, Eval, Tune, Verify
@@ -33,7 +33,7 @@ DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads onl
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags:
+class ModelFlags(Command):
     """Flags that select a model and its attention."""
 
     model: Annotated[Omittable[str], MODEL] = None
@@ -55,11 +55,8 @@ class ModelFlags:
     """Store the weight matrices in fewer bits: int8 takes half of bfloat16's memory and loses the least quality; in
     int4-gN, N inputs share a scale; w8a8 also rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 tensors
     as stored. Floats if not given."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def load(self):
-        """Load the model that these flags name."""
         from tessera.generate import load
 
         if self.plan is not None and self.attention != "kascade":
@@ -118,7 +115,6 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
         return self.run_together(lambda: self.answer(prompts, sampling), prompts)
 
     def answer(self, prompts: list, sampling: dict) -> int:
-        """Load the model, and print each prompt's continuation."""
         from tessera.cli.prompt_bar import PromptBar
         from tessera.cli.stats import stats_lines, usage_lines
         from tessera.generate import Interrupted
@@ -196,7 +192,6 @@ class Chat(ModelFlags, SamplingFlags):
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
 
     def local(self):
-        """Load the model and open a conversation with it."""
         from tessera.chat import NEW_TOKENS
         from tessera.chat import Chat as Conversation
 
@@ -211,7 +206,7 @@ class Chat(ModelFlags, SamplingFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Doctor(Command):
     """Inspect this installation: versions, devices, which kernels run and why, caches, memory."""
 
     plan: Omittable[Path] = None
@@ -222,8 +217,6 @@ class Doctor:
     """Print every version, and why the other kernels do not run."""
     json: bool = False
     """Print the whole report as JSON."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Print the report; return 1 if anything is wrong."""
@@ -272,13 +265,7 @@ COMMANDS = MappingProxyType(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    After an error, print one line on standard error and return 2; after Ctrl-C, return 130.
-
-    Raises:
-        BrokenPipeError: the process that reads standard output has closed the pipe.
-    """
+    """Run one command and return its exit code (`command_line.run`)."""
     argv = sys.argv[1:] if argv is None else argv
     command_line.compile_without_chip()
     if argv in (["--version"], ["-V"]):
@@ -291,11 +278,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]):
-    """Parse the arguments into a command with its flags.
-
-    Raises:
-        SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
-    """
+    """Parse the arguments into a command; raise SystemExit as `command_line.parse` does."""
     if error := usage.moved(argv):
         command_line.refuse(error)
     if argv[:1] == ["plan"]:
@@ -316,13 +299,11 @@ def template_advice(model, prompts: list[str]) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print the non-empty lines on standard error."""
     for line in filter(None, lines):
         print(line, file=sys.stderr)
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Parse token ids separated by spaces or commas."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
@@ -330,7 +311,6 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def read_stdin() -> str:
-    """Read UTF-8 text from standard input."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -338,7 +318,6 @@ def read_stdin() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

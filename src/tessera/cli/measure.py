@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tessera.cli.flags import MODEL, Omittable, Several, Weights
+from tessera.cli.flags import MODEL, Command, Omittable, Several, Weights
 from tessera.core.files import check_writable
 
 RECORDS = Path("evidence/records.jsonl")
@@ -16,7 +16,7 @@ RECORDS = Path("evidence/records.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(Command):
     """Time a model's prefill at several lengths, dense and with its plan, or compare two files of records."""
 
     model: Annotated[Omittable[str], MODEL] = None
@@ -30,8 +30,6 @@ class Bench:
     compare: Omittable[tuple[Path, Path]] = None
     """Measure nothing; compare the second of two files of records with the first. Exit code 1 if a result is worse by
     more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Time the model, or return the exit code of the comparison."""
@@ -60,7 +58,7 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(Command):
     """Compare every kernel of this device with a float64 oracle, on a catalogue of calls, random shapes and adversarial
     numbers."""
 
@@ -77,8 +75,6 @@ class Verify:
     """Seed of numbers and shapes; if not given, a random seed, which is printed."""
     out: Omittable[Path] = None
     """File to which one record per kernel and dtype is appended."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Print the distribution of errors; return 1 if a kernel failed."""
@@ -93,7 +89,7 @@ class Verify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune:
+class Tune(Command):
     """Search for a kernel's best block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
@@ -120,8 +116,6 @@ class Tune:
     """File to append the record to; evidence/tune-<device>.jsonl if not given."""
     table: Omittable[Path] = None
     """Table of block sizes to write to; if not given, the installed table of this device, which dispatch reads."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Search, confirm the winner, and write its record and its row in the table."""
@@ -134,7 +128,7 @@ class Tune:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval:
+class Eval(Command):
     """Judge a model's plan by closeness to dense attention and by questions about long texts, against rivals that read
     as many keys."""
 
@@ -156,8 +150,6 @@ class Eval:
     """File to append to; evidence/real-<device>.jsonl if not given."""
     resume: bool = False
     """Skip cases that already have a record from this commit."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Run the suite and append its records."""

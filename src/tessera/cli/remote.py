@@ -13,14 +13,9 @@ HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "pars
 
 @contextmanager
 def conversation(flags: Any, say: Callable[[str], Any]):
-    """Connect to the server that the flags of `tessera chat` name, and open a conversation.
+    """Connect to the server that the flags of `tessera chat` name, and open a conversation; `say` prints a remark.
 
-    Args:
-        flags: the command's dataclass.
-        say: prints a remark.
-
-    Raises:
-        ValueError: a flag in HERE was given, or the server cannot be reached or refuses the API key.
+    Raise ValueError if a flag in HERE was given, or the server cannot be reached or refuses the API key.
     """
     from tessera.core.extras import require
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tessera.cli import flags
-from tessera.cli.flags import Omittable
+from tessera.cli.flags import Command, Omittable
 from tessera.cli.keys import read_keys
 from tessera.core.escapes import quoted
 
@@ -30,7 +30,7 @@ BOUNDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(Command):
     """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or whole."""
 
     path: Annotated[Omittable[str], tyro.conf.Positional, PATH] = None
@@ -83,11 +83,8 @@ class Serve:
     replicas: Omittable[int] = None
     """Number of processes that each load the model and answer requests, all at one address. Needs Ray and, on several
     machines, a Ray cluster (docs/serving.md)."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C."""
         from tessera.core.extras import require
 
         for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
@@ -132,7 +129,6 @@ class Serve:
             raise ValueError(f"the model's name {quoted(self.served_name)} cannot be shown: choose one with --name")
 
     def run_replicas(self, bound, keys: tuple[str, ...], origins: tuple[str, ...]) -> int:
-        """Serve with several replicas until SIGTERM or Ctrl-C."""
         from tessera.cli.model_commands import named_model
         from tessera.core.mesh import parse
         from tessera.models.files.source import resolve
@@ -156,7 +152,6 @@ class Serve:
 
     @property
     def served_name(self) -> str:
-        """The model's name in the API."""
         return self.name or os.path.basename(str(self.named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
 
     def keys(self) -> tuple[str, ...]:
@@ -171,7 +166,6 @@ class Serve:
         return read_keys(self.api_key_file)
 
     def site(self, keys: Sequence[str]):
-        """Load the model and start the engine's thread."""
         from tessera.cli.model_commands import named_model
         from tessera.core.files import check_writable
         from tessera.generate import load, locate_plan

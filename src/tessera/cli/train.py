@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tessera.cli.flags import Omittable
+from tessera.cli.flags import Command, Omittable
 from tessera.cli.processes import ProcessFlags, together
 from tessera.core.files import check_writable
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainFlags(ProcessFlags):
+class TrainFlags(ProcessFlags, Command):
     """Flags of every run: its folder, its devices, its checkpoints."""
 
     out: Path
@@ -30,8 +30,6 @@ class TrainFlags(ProcessFlags):
     """Seconds between checkpoints."""
     until: Omittable[int] = None
     """Stop after this many steps in total; at the recipe's end if not given."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def run_recipe(self, make: Callable[[], "Recipe"], facts: Callable[["Recipe"], dict[str, object]]) -> int:
         """Train with the recipe that `make` returns, once the flags are checked, until it ends or --until is reached.
@@ -85,11 +83,9 @@ class Train(TrainFlags):
     """Initial learning rate."""
 
     def run(self) -> int:
-        """Train until the last step or --until is reached."""
         return self.run_recipe(self.recipe, self.facts)
 
     def recipe(self) -> "Recipe":
-        """Build the recipe that the flags describe."""
         from tessera.models.files.source import resolve
         from tessera.train.recipes import SMALL_CONFIG, text_recipe
 

@@ -109,7 +109,6 @@ DTYPES = MappingProxyType(
 
 
 def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
-    """Return the error for a first word that is not a command."""
     if word.startswith("-"):
         return f"{prog} takes a command before its flags, such as {prog} generate {word} ... {_listed(prog)}"
     return f"{prog} has no command {word}{_instead(word, COMMANDS, commands)} {_listed(prog)}"
@@ -153,7 +152,6 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 
 def extra_words(words: Sequence[str], prog: str) -> str:
-    """Return the error for `words`, the arguments that a command does not take."""
     return f"{prog} takes no further argument, but got {words[0]!r}: put quotes around text with spaces {_listed(prog)}"
 
 
