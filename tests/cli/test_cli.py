@@ -60,7 +60,7 @@ FLAGS = {
     "bench": "--model -m --plan --weights --out --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
-        "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
+        "--workload --role --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
         "--table --debug"
     ).split(),
     "eval": "--model -m --plan --rival --weights --suite --text --out --resume --debug".split(),
@@ -162,7 +162,6 @@ def test_subcommands_are_frozen(capsys):
 def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
     from tessera.measure.judge import real
-    from tessera.measure.tune import METHODS
     from tessera.models.files.fetch import SOURCES
     from tessera.sparse.plan import HEADS
 
@@ -176,7 +175,6 @@ def test_choices_are_those_of_the_library():
     assert choices(cli.Calibrate, "heads") == HEADS
     assert choices(cli.Fetch, "name") == tuple(SOURCES)
     assert choices(cli.Eval, "suite") == tuple(real.SUITES)
-    assert choices(cli.Tune, "method") == tuple(METHODS)
 
 
 def test_help_and_version_import_nothing_heavy():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.cli import main as cli
 from tessera.measure import evidence, tune
-from tessera.measure.tune import calls, search, seeding, ship, tpe
+from tessera.measure.tune import calls, search, seeding, ship
 from tessera.measure.tune.child import Child
 
 HERE = str(Path(__file__).parents[1])
@@ -57,63 +56,38 @@ def run(path: Path, task: tune.Task | None = None, **kwargs) -> dict:
     return tune.tune(task or traps(), BUDGET, path, paths=[HERE], **kwargs)
 
 
-METHODS = pytest.mark.parametrize("method", [search.evolve, tpe.suggest], ids=["genetic", "tpe"])
-
-
-@METHODS
-def test_the_search_finds_the_bottom_and_never_asks_twice(method):
+def test_the_search_finds_the_bottom_and_never_asks_twice():
     seeds = [search.Proposal(genome={"x": 0, "y": 11}, origin="default")]
-    found = list(method(SPACE, seeds, bowl, budget=60, seed=1))
+    found = list(search.evolve(SPACE, seeds, bowl, budget=60, seed=1))
     asked = [search.key(p.genome) for p, _ in found]
     assert len(asked) == len(set(asked)) == 60
     assert min(f for _, f in found if f is not None) <= 3  # of 144; chance reaches this one time in three
     assert found[0][0].origin == "default"
-    assert all(p.origin in ("default", "bred", "tpe", "random") for p, _ in found)
+    assert all(p.origin in ("default", "bred", "random") for p, _ in found)
     assert all(max(p.parents) < i for i, (p, _) in enumerate(found) if p.parents)
 
 
-def test_the_estimator_learns():
-    """The second half of a search visits the best third of the space more often than chance does."""
-    late = [f for seed in range(4) for _, f in list(tpe.suggest(SPACE, [], bowl, budget=40, seed=seed))[20:]]
-    values = sorted(f for f in map(bowl, (search.Proposal(genome=g, origin="") for g in SPACE)) if f is not None)
-    found = sum(f is not None and f <= values[47] for f in late)
-    assert found >= 45  # of 80; chance gives 27, with a standard deviation of 4
-
-
-@METHODS
-def test_the_same_seed_makes_the_same_search(method):
-    once, again, other = (list(method(SPACE, [], bowl, budget=30, seed=s)) for s in (4, 4, 5))
+def test_the_same_seed_makes_the_same_search():
+    once, again, other = (list(search.evolve(SPACE, [], bowl, budget=30, seed=s)) for s in (4, 4, 5))
     assert once == again
     assert once != other
 
 
-@METHODS
-def test_a_small_space_is_tried_whole(method):
-    found = list(method(SPACE[:5], [], bowl, budget=50))
+def test_a_small_space_is_tried_whole():
+    found = list(search.evolve(SPACE[:5], [], bowl, budget=50))
     assert sorted(search.key(p.genome) for p, _ in found) == sorted(search.key(g) for g in SPACE[:5])
 
 
-@METHODS
-def test_a_space_with_holes_and_names_is_searched_from_its_seeds(method):
+def test_a_space_with_holes_and_names_is_searched_from_its_seeds():
     """Words and None have no distances; most combinations, and the last seed, are not in the space."""
     words = ("copy", "ring", None)
     space = [{"n": n, "way": way} for n in (8, 64, 512) for way in words if (n == 64) == (way == "ring")]
     seeds = [*space[1:3], {"n": 8, "way": "ring"}]
     proposals = [search.Proposal(genome=g, origin="seed") for g in seeds]
-    found = [p for p, _ in method(space, proposals, lambda p: float(p.genome["n"]), budget=len(space))]
+    found = [p for p, _ in search.evolve(space, proposals, lambda p: float(p.genome["n"]), budget=len(space))]
     assert [p.genome for p in found[:2]] == space[1:3]
     assert [p.origin == "seed" for p in found] == [True, True, *[False] * (len(space) - 2)]
     assert sorted(map(repr, (p.genome for p in found))) == sorted(map(repr, space))
-
-
-def test_a_method_that_is_not_there_is_named_before_anything_runs(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="--method nsga must be one of genetic, tpe"):
-        dataclasses.replace(BUDGET, method="nsga")
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    said = []
-    with pytest.raises(ValueError, match=r"tessera-attention\[tune\]"):
-        tune.tune(traps(), dataclasses.replace(BUDGET, method="tpe"), tmp_path / "journal.jsonl", on_step=said.append)
-    assert not said
 
 
 def test_drawn_calls_list_visible_tiles_and_are_right_by_the_check():
@@ -187,17 +161,16 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
 def test_the_cost_model_seeds_only_where_its_ranks_hold(platform, origin):
     space = [{"block_s": n} for n in range(100)]
     estimates = {search.key(g): -g["block_s"] for g in space}
-    kernel = dataclasses.replace(tune_subjects.TRAPS, platform=platform)
+    kernel = dataclasses.replace(tune_subjects.TRAPS, name="traps" if platform == "any" else f"{platform}_traps")
     found = tune._first(kernel, space, estimates, tune.Budget(candidates=6))
     assert [p.origin for p in found] == [origin] * 3
     assert ([p.genome["block_s"] for p in found] == [99, 98, 97]) == (origin == "seed")
 
 
-@pytest.mark.parametrize("method", ["tpe", pytest.param("genetic", marks=pytest.mark.exhaustive)])
-def test_a_killed_search_goes_on_where_it_stopped(method, tmp_path):
+def test_a_killed_search_goes_on_where_it_stopped(tmp_path):
     """The journal is cut after two answers, in the middle of its next line."""
     whole = tmp_path / "whole.jsonl"
-    few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=200.0, method=method)
+    few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=200.0)
     space = [tune_subjects.Config(block_s=n) for n in (tune_subjects.SLOW, tune_subjects.FAST)]
     kernel = dataclasses.replace(tune_subjects.TRAPS, search_space=lambda spec, shapes: iter(space))
     task = traps(kernel=kernel)
@@ -284,8 +257,8 @@ def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
 
 
 def test_the_command_of_a_record_repeats_the_search():
-    """The command holds every option that is not the default; the method comes last, where the report looks for it."""
+    """The command holds every option that is not the default."""
     plain = ship.command("w", "dense", tune.Budget(candidates=9))
     assert plain == "tessera tune --workload w --role dense --candidates 9 --seed 0"
-    found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0, method="tpe"))
-    assert found.endswith("--seed 0 --quick 5 --rounds 21 --limit-s 60.0 --method tpe")
+    found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0))
+    assert found.endswith("--seed 0 --quick 5 --rounds 21 --limit-s 60.0")

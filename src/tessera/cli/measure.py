@@ -96,8 +96,6 @@ class Tune(Command):
     """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """Role of the kernel to tune."""
-    method: Literal["genetic", "tpe"] = "genetic"
-    """"genetic" is Tessera's own search, "tpe" is Optuna's TPE sampler (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
     """Number of configurations to try."""
     quick: int = 3
@@ -122,7 +120,7 @@ class Tune(Command):
         from tessera.measure.tune import Budget, ship
 
         check_writable(self.out or RECORDS)
-        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed", "method")
+        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed")
         budget = Budget(**{name: getattr(self, name) for name in names})
         return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
 

@@ -4,8 +4,8 @@
 
 1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default config and
    the configs that the cost model (`seeding.py`) ranks first. For XLA's kernels, which the model ranks badly, it starts
-   with the default and random configs. `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs
-   in a child process, which checks its results against float64 and times it briefly.
+   with the default and random configs. Every candidate runs in a child process, which checks its results against
+   float64 and times it briefly.
 2. *Final*: the best few candidates and the default take turns for longer, on fresh inputs.
 3. *Confirmation*: the winner and the default take turns once more, on other inputs and at lengths that the search
    never used. The reported gain (default's time / winner's time) and the gain's interval come from this stage.
@@ -31,13 +31,11 @@ from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
 from tessera.measure import timing
-from tessera.measure.tune import search, tpe
+from tessera.measure.tune import search
 from tessera.measure.tune.calls import held_out
 from tessera.measure.tune.child import Child
 from tessera.measure.tune.seeding import estimate
 
-METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
-"""Search methods by name."""
 LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
 also lie above 1."""
@@ -61,7 +59,6 @@ class Budget:
         memory_gib: host memory that the child process may hold, in GiB. 0 means no limit, and None means nine tenths of
             the machine's memory.
         seed: seed of the search and of the random inputs.
-        method: search method, a key of METHODS.
     """
 
     candidates: int = 16
@@ -71,11 +68,8 @@ class Budget:
     limit_s: float = 300.0
     memory_gib: float | None = None
     seed: int = 0
-    method: str = "genetic"
 
     def __post_init__(self):
-        if self.method not in METHODS:
-            raise ValueError(f"--method {self.method} must be one of {', '.join(METHODS)}")
         for name in ("candidates", "quick", "finalists", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
@@ -173,7 +167,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
     Raises:
         Failed: the default does not run or gives wrong results, or the confirmation could not time default and winner.
-        ValueError: the journal belongs to another search, or the method needs a library that is not installed.
+        ValueError: the journal belongs to another search.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
     about["code"] = files.sources(Path(__file__).parents[2] / "attention")
@@ -233,7 +227,7 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
             raise Failed(f"the default config of {task.kernel.name} fails on {task.name}: {answer['error']}")
         return quick_s
 
-    for _ in METHODS[budget.method](space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
+    for _ in search.evolve(space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
         pass
     return tried
 

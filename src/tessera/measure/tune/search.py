@@ -18,8 +18,8 @@ TRIES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A candidate and its origin: "default", "seed" (the cost model's choice), "bred" (from two parents), "tpe"
-    (Optuna's suggestion) or "random"."""
+    """A candidate and its origin: "default", "seed" (the cost model's choice), "bred" (from two parents) or
+    "random"."""
 
     genome: Genome
     origin: str

@@ -84,7 +84,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
         table: file of the row; the shipped table of this device if None.
 
     Raises:
-        ValueError: the workload is unknown, the journal belongs to another search, or the method's library is missing.
+        ValueError: the workload is unknown, or the journal belongs to another search.
         tune.Failed: the default fails, or default and winner could not be timed; `out` gets a record of the error.
     """
     from rich.console import Console
@@ -94,9 +94,8 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     task, slug = tune.task_of(workload, role), hardware.device_slug()
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
     table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
-    plain = budget.method == "genetic"  # keep the file names of older journals
     check_writable(table, flag="--table")
-    journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
+    journal = Path("build/tune") / f"{slug}-{workload}-{role}.jsonl"
     console = Console(stderr=True, highlight=False)
     console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command resumes ({journal})")
     journal.parent.mkdir(parents=True, exist_ok=True)
