@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx2
 
-from tessera.serve import load
+from tessera.serve import load_client as load
 
 READY_S = 1800.0
 """Maximum seconds for a server to start and compile its programs, which takes long on a busy machine."""

@@ -21,8 +21,8 @@ from lab.served.child import KEYS, READY_S, Client, Server, header, serving
 from lab.served.speed import Found
 from lab.served.stand import SLOTS, Stand, rate
 from tessera.runtime.spill import audit
-from tessera.serve import load
-from tessera.serve.load import Outcome
+from tessera.serve import load_client as load
+from tessera.serve.load_client import Outcome
 
 REQUESTS = 10_000
 """Number of requests that `leaks` sends."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from lab.served.child import Client
 from lab.served.stand import SLOTS, Sizes, Stand, first_s, gaps_s, jain, percentile, rate
-from tessera.serve.load import Outcome
+from tessera.serve.load_client import Outcome
 
 Found = tuple[Mapping[str, float], Mapping[str, Any]]
 

@@ -10,7 +10,7 @@ from lab.studies import serving
 from lab.studies.serving import CASES, Case, Goal, grouped, record, study
 from tessera.core import files
 from tessera.runtime.costs import LinearCosts
-from tessera.serve.load import Outcome
+from tessera.serve.load_client import Outcome
 
 
 def test_jain_is_1_for_equal_shares_and_1_of_n_for_one_taker():

@@ -3,9 +3,11 @@
 import json
 import signal
 import threading
+import time
 from typing import Literal
 
 import numpy as np
+import psutil
 import pytest
 import tokenizers
 from pydantic import BaseModel
@@ -239,6 +241,8 @@ def test_a_schema_whose_worker_is_killed_is_compiled_by_another(grammars):
     grammars._worker.start()
     worker = grammars._worker._process
     worker.send_signal(signal.SIGSTOP)  # so that it is killed with the request
+    while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     threading.Timer(0.5, worker.kill).start()
     assert follows(grammars, {"const": 1}, 1)
     assert grammars._worker._process.pid != worker.pid

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from live_server import KEY
 
-from tessera.serve import load as load_client
+from tessera.serve import load_client
 
 
 def test_a_load_is_measured(running, tmp_path, capsys):

@@ -55,7 +55,7 @@ class Load(Command):
 
         from tessera.cli.keys import read_keys
         from tessera.core import interrupt
-        from tessera.serve import load as client
+        from tessera.serve import load_client as client
 
         for name in ("requests", "clients", "prompt_tokens", "new_tokens"):
             value = getattr(self, name)

@@ -15,6 +15,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
+from tessera.serve.api.openapi import HEADERS, describe, described
+from tessera.serve.api.openapi import page as reference
 from tessera.serve.api.protocol import (
     ChatBody,
     CompletionBody,
@@ -23,8 +25,6 @@ from tessera.serve.api.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from tessera.serve.api.reference import HEADERS, describe, described
-from tessera.serve.api.reference import page as reference
 from tessera.serve.api.replies import Reply
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Speech

@@ -4,8 +4,8 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 
+from tessera.serve.api.openapi import described
 from tessera.serve.api.protocol import ChatBody, DetokenizeBody, TokenizeBody
-from tessera.serve.api.reference import described
 from tessera.serve.api.schema import Refusal
 from tessera.serve.asking import encode_parts, render, templated
 from tessera.serve.edge.turns import in_turn
