@@ -47,7 +47,7 @@ def launch(q, kv, spec, positions, selection, config):
 
 TRAPS = dataclasses.replace(
     PLAIN,
-    name="traps",
+    name="traps_dense",
     launch=launch,
     Config=Config,
     default_config=lambda spec, shapes: Config(block_s=SLOW),

@@ -45,6 +45,13 @@ def test_what_its_fields_exclude_is_refused(fields, spec, shapes, reason):
     assert kernel.refusal(replace(SPEC, **spec), SHAPES._replace(**shapes)) == reason
 
 
+def test_a_name_states_platform_phase_and_role():
+    found = [(k.platform, k.phase, k.role) for k in (KERNEL, replace(KERNEL, name="xla_decode_score"))]
+    assert found == [("gpu", "prefill", "dense"), ("any", "decode", "score")]
+    with pytest.raises(ValueError, match="must end in _dense, _score, _sparse"):
+        replace(KERNEL, name="gpu_family")
+
+
 def test_its_own_limits_are_asked_last():
     """`supports` runs after the checks of the other fields, so it need not repeat them."""
     kernel = replace(KERNEL, supports=lambda spec, shapes: 1 / 0)

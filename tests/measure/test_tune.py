@@ -148,8 +148,8 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
     table = tmp_path / "cpu.jsonl"
     tuned.write(table, [ship.row(task, found, made, Path("evidence/tune.jsonl"))])
     [row] = tuned.read(table)
-    assert row.holds("traps", task.spec, SMALL)
-    assert not row.holds("traps", task.spec, SMALL._replace(num_keys=1024))
+    assert row.holds("traps_dense", task.spec, SMALL)
+    assert not row.holds("traps_dense", task.spec, SMALL._replace(num_keys=1024))
     assert tuned.built(row, tune_subjects.TRAPS) == tune_subjects.Config(block_s=tune_subjects.FAST)
     evidence.append(tmp_path / "evidence.jsonl", made)
     assert evidence.read(tmp_path / "evidence.jsonl")[0].facts["candidates"] == json.loads(
@@ -157,11 +157,11 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
     )
 
 
-@pytest.mark.parametrize(("platform", "origin"), [("any", "random"), ("gpu", "seed"), ("tpu", "seed")])
+@pytest.mark.parametrize(("platform", "origin"), [("xla", "random"), ("gpu", "seed"), ("tpu", "seed")])
 def test_the_cost_model_seeds_only_where_its_ranks_hold(platform, origin):
     space = [{"block_s": n} for n in range(100)]
     estimates = {search.key(g): -g["block_s"] for g in space}
-    kernel = dataclasses.replace(tune_subjects.TRAPS, name="traps" if platform == "any" else f"{platform}_traps")
+    kernel = dataclasses.replace(tune_subjects.TRAPS, name=f"{platform}_traps_dense")
     found = tune._first(kernel, space, estimates, tune.Budget(candidates=6))
     assert [p.origin for p in found] == [origin] * 3
     assert ([p.genome["block_s"] for p in found] == [99, 98, 97]) == (origin == "seed")

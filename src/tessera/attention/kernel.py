@@ -9,6 +9,7 @@ from typing import Any
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
 
+ROLES = ("dense", "score", "sparse")
 PLATFORMS = ("cpu", "gpu", "tpu")
 """First words of the names of kernels that run on one platform only."""
 
@@ -82,6 +83,10 @@ class Kernel:
     automatic_limit: int | None = None
     scaled: bool = False
     paged: bool = False
+
+    def __post_init__(self):
+        if self.role not in ROLES:
+            raise ValueError(f"name={self.name!r} must end in _{', _'.join(ROLES)}: a kernel's name states its role")
 
     @property
     def platform(self) -> str:
