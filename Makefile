@@ -60,10 +60,9 @@ bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and th
 	$(BIN)/python -m lab bench --suite cpu
 	$(BIN)/python -m lab bench --suite demo
 
-readme: $(VENV)/.core ## render the tables of README.md and docs/, and the report page, from the stored records
-	$(BIN)/python -m lab report --tables
+readme: $(VENV)/.core ## render the tables of README.md and docs/, and the pictures in docs/, from the stored records
+	$(BIN)/python -m lab report
 	$(BIN)/python -m lab.report.house
-	$(BIN)/python -m lab report --out docs/report.html
 
 clean: ## remove what the targets above built
 	rm -rf $(VENV) .venv-peers .venv-tokamax .venv-harness .venv-clients build dist src/*.egg-info

@@ -151,37 +151,34 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Render the stored records as one self-contained HTML page, or as the tables of README.md and docs/."""
+    """Render the stored records as the tables of README.md and docs/, and the pictures in docs/."""
 
     evidence: Path = Path("evidence")
     """Folder of records."""
-    out: Path = Path("build/report.html")
-    """File to write the HTML page to."""
-    tables: bool = False
-    """Instead of the page, rewrite the tables of README.md and docs/ in the working folder."""
     check: bool = False
-    """With --tables: write nothing, only report which tables are stale."""
+    """Write nothing, only list the tables that differ from the records."""
+    show: Omittable[str] = None
+    """Write nothing, only print the table of this name with the records of all machines; a page shows one machine."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Write the page or the tables. With --check, return 1 if a table is stale."""
-        if self.check and not self.tables:
-            raise ValueError("--check checks tables: add --tables")
-        if self.tables:
-            from lab.report import documents
-
-            return documents.main(
-                [*documents.PAGES, "--evidence", str(self.evidence), *(["--check"] if self.check else [])]
-            )
+        """Write the tables and pictures. With --check, return 1 if a table is stale."""
         from tessera.core.extras import require
 
         require("matplotlib", "report")
-        check_writable(self.out)
-        from lab.report import page
+        from lab.report import documents
+        from tessera.measure.evidence import collect
 
-        count = page.write(self.evidence, self.out)
-        print(f"{self.out}: {count} records")
+        if self.show is not None:
+            print(documents.render(self.show, collect(self.evidence), every_machine=True))
+            return 0
+        if self.check:
+            stale = documents.all_stale(self.evidence)
+            for name in stale:
+                print(f"stale: {name}; run `make readme` to render it again", file=sys.stderr)
+            return 1 if stale else 0
+        documents.write(self.evidence)
         return 0
 
 

@@ -3,15 +3,13 @@
 A table lies between `<!-- records:NAME -->` and `<!-- end -->`; `make readme` rewrites all tables.
 """
 
-import argparse
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lab.report import figures_served, planned, served
+from lab.report import figures_served, planned, real_pictures, served
 from lab.report import real as report_real
 from lab.report import tables as report_tables
 from lab.report import weights as report_weights
@@ -33,6 +31,7 @@ from lab.report.roadmap import roadmap
 from lab.report.summary import status, summary
 from lab.studies.figures import TERMS
 from lab.studies.validation import MEDIAN_GOAL, P90_GOAL, RANK_GOAL
+from tessera.core import files
 from tessera.core.units import three
 from tessera.measure import evidence
 from tessera.measure.evidence import Record
@@ -381,7 +380,7 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
     shown = side_by_side(current(records))
     if name in MACHINE_TABLES:
         draw = MACHINE_TABLES[name]
-        table = str(draw(shown)) if every_machine else of_one_machine(draw, shown)
+        table = str(draw(shown)) if every_machine else of_one_machine(name, draw, shown)
     elif name in TABLES:
         table = TABLES[name](shown)
     else:
@@ -432,19 +431,16 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
     return wrong
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables of the pages in place. With --check, list stale tables; exit with code 1 if there are any."""
-    parser = argparse.ArgumentParser(prog="python -m lab report --tables", description=main.__doc__)
-    parser.add_argument("pages", nargs="*", default=PAGES)
-    parser.add_argument("--evidence", default="evidence")
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args(argv)
-    if options.check:
-        wrong = [f"{name} in {page}" for page in options.pages for name in stale(page, options.evidence)]
-        for name in wrong:
-            print(f"stale: {name}; run `make readme` to render it again", file=sys.stderr)
-        return 1 if wrong else 0
-    records = evidence.collect(options.evidence)
-    for path in map(Path, options.pages):
+def write(folder: Path) -> None:
+    """Rewrite the tables of the pages and the pictures in docs/, from the records under the folder."""
+    records = evidence.collect(folder)
+    for path in map(Path, PAGES):
         path.write_text(rewrite(path.read_text(), records))
-    return 0
+    for name, draw in (real_pictures.PICTURES | served.PICTURES).items():
+        if (picture := draw(current(records))) is not None:
+            files.replace_text(Path("docs") / f"{name}.svg", picture.svg)
+
+
+def all_stale(folder: Path) -> list[str]:
+    """Name the tables of the pages that differ from the records under the folder."""
+    return [f"{name} in {page}" for page in PAGES for name in stale(page, folder)]

@@ -46,11 +46,11 @@ class Table(NamedTuple):
         return markdown(self.header, self.rows) + provenance(self.records) if self.rows else ""
 
 
-def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[Record]) -> str:
+def of_one_machine(name: str, draw: Callable[[Sequence[Record]], Table], records: Sequence[Record]) -> str:
     """Draw a table for one machine: the machine with the most figures or, among equals, with the newest figure.
 
-    The column "machine" is dropped, since the provenance names the machine. A last line counts the other machines,
-    which only the report shows.
+    The column "machine" is dropped, since the provenance names the machine. A last line counts the other machines, and
+    names the command that shows them.
     """
     figures: dict[str, dict[tuple[Key, str], Record]] = {}
     for shown in draw(records).records:
@@ -71,7 +71,7 @@ def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[
     if len(figures) == 1:
         return str(table)
     others = "1 other machine" if len(figures) == 2 else f"{len(figures) - 1} other machines"
-    return f"{table}\nThe report (`python -m lab report`, docs/report.html) also shows {others}.\n"
+    return f"{table}\n`python -m lab report --show {name}` also shows {others}.\n"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

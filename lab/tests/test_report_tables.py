@@ -8,7 +8,6 @@ import pytest
 
 from lab import eval as evaluation
 from lab.report import documents as report
-from lab.report import page as report_page
 from lab.report import real as report_real
 from lab.report import tables
 from lab.studies import blocks, figures, gpu_gates, sweep
@@ -203,7 +202,7 @@ def test_no_page_shows_an_interval_of_fewer_than_five_samples(count, shown):
     timed = whole("kascade", AMD, facts, versus)
     timed = replace(timed, samples=timed.samples[:count], how=replace(timed.how, iterations=count))
     text = [*(report.render(name, [timed], every_machine=True) for name in ("speed", "amdahl"))]
-    text += [report_page.row(timed)["against"], report_real.kept(timed), report_real.divergence(timed)]
+    text += [report_real.kept(timed), report_real.divergence(timed)]
     text += [draw(timed) for draw in (tables._score, tables._mass, tables._divergence)]
     assert ["(" in found.replace("(95 %)", "") for found in text] == [shown] * len(text)
 

@@ -14,7 +14,6 @@ from tiny import CONFIG, PLAN, optimized, save_tiny
 from lab.plans import REAL_PLAN
 from lab.report import real as report_real
 from lab.report import real_pictures as report_real_pictures
-from lab.report.page import write
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.cli.measure import Eval
@@ -459,17 +458,14 @@ def test_a_run_cut_short_has_whole_comparisons(records):
     )
 
 
-def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):
+def test_tables_and_pictures_are_drawn_from_the_records(records):
     found = evidence.read(records)
     table = report_real.text(found)
     assert table.count("\n|") >= 3
     assert "window + sink" in table.splitlines()[0]
     for draw in report_real_pictures.PICTURES.values():
         assert draw([]) is None
-    picture = report_real_pictures.real_text(found)
-    assert picture.svg.startswith("<svg")
-    write(records.parent, tmp_path / "report.html")
-    assert (tmp_path / "real-kl.svg").read_text() == picture.svg
+    assert report_real_pictures.real_text(found).svg.startswith("<svg")
 
 
 def test_gaps_are_ratios_to_the_exact_choice(records):
