@@ -104,6 +104,15 @@ def test_no_circle():
     assert not left, f"these modules import each other in a circle: {sorted(left)}"
 
 
+def test_the_wheel_holds_the_packages_files_and_nothing_else():
+    """setuptools takes modules from src/ alone, and every other file of the package by a pattern of package-data."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["packages"]["find"]["where"] == ["src"]
+    found = {path for pattern in settings["package-data"]["tessera"] for path in SOURCE.glob(pattern)}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc", ".so"}}
+    assert files == {path for path in found if path.is_file()}
+
+
 def test_models_know_no_concrete_policy():
     for path in (SOURCE / "models").rglob("*.py"):
         concrete = {m for m in imports(path) if m.startswith("sparse.") and m != "sparse.contract"}
