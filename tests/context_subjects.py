@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from batch import Batch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import CONFIG, save_tiny
@@ -29,7 +30,7 @@ from tessera.attention.selection import select_tiles
 from tessera.core.mesh import mesh_of, num_stripes
 from tessera.deviceless.hlo import collectives
 from tessera.generate import load
-from tessera.runtime.step import Session, prefill_chunk, sharing
+from tessera.runtime.step import prefill_chunk, sharing
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -165,18 +166,18 @@ def generation(kv_heads: int, mesh: str, attention: str) -> dict:
     for shape in (None, mesh):
         model = load(path, mesh=shape)
         parts = num_stripes(mesh_of(model.params))
-        session = Session(model.params, config, policy[attention], batch=2, num_keys=300, sizes=(256,))
-        nan = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), session.cache)
-        session.cache = nan
-        error["share"] = session.cache.k[0].addressable_shards[0].data.nbytes / session.cache.k[0].nbytes
+        batch = Batch(model.params, config, policy[attention], rows=2, num_keys=512, size=256)
+        nan = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), batch.cache)
+        batch.cache = nan
+        error["share"] = batch.cache.k[0].addressable_shards[0].data.nbytes / batch.cache.k[0].nbytes
         prompts = [[(7 * i) % 250 for i in range(n)] for n in (300, 170)]
-        scores, reads = session.prefill(prompts)
+        scores, reads = batch.prefill(prompts)
         steps, tokens = [np.asarray(scores)], []
-        session.reserve(600)
+        batch.enlarge(1024)
         for step in range(3):
             tokens.append(steps[-1].argmax(-1).astype(np.int32))
             at = np.array([len(prompt) for prompt in prompts], np.int32) + step
-            scores, more = session.decode(tokens[-1], at, np.ones(2, bool))
+            scores, more = batch.decode(tokens[-1], at)
             steps.append(np.asarray(scores))
             reads = reads + more
         found[shape] = np.stack(steps), tokens, [np.asarray(x) for each in reads for x in each]
@@ -209,19 +210,19 @@ def spread() -> dict:
     policy = Kascade(anchors=(0,), head_map=(tuple(range(8)),) * 2, tile=16, query_tile=32, fraction=0.3, minimum=16)
     prompts, found = [[(7 * i) % 250 for i in range(n)] for n in (500, 170)], {}
     for name, shape, by_rows in (("one", None, False), ("heads", "8", False), ("rows", "8", True)):
-        session = Session(load(path, mesh=shape).params, config, policy, batch=2, num_keys=512, sizes=(512,))
-        found[f"{name} by default"] = session.sharing.by_rows(2, 512)
-        session.sharing = Fixed(by_rows)
-        found[name] = np.asarray(session.prefill(prompts)[0])
+        batch = Batch(load(path, mesh=shape).params, config, policy, rows=2, num_keys=512, size=512)
+        found[f"{name} by default"] = batch.sharing.by_rows(2, 512)
+        batch.sharing = Fixed(by_rows)
+        found[name] = np.asarray(batch.prefill(prompts)[0])
         if shape is not None:
-            given = session.params, session.cache, session.no_rows(), np.zeros((2, 512), np.int32)
+            given = batch.params, batch.cache, np.zeros((2, 512), np.int32)
             zeros = np.zeros(2, np.int32)
             how = {"config": config, "policy": policy, "stripe": None, "spread": by_rows}
             text = prefill_chunk.lower(*given, zeros, zeros, **how).compile().as_text()
             found[f"{name} sent"] = sent_bytes(text, 8)
-            layers = {name: 2 * x for name, x in sharing(session.params, config).sent(2 * 512)._asdict().items()}
+            layers = {name: 2 * x for name, x in sharing(batch.params, config).sent(2 * 512)._asdict().items()}
             # Once per chunk: by heads, the rows of the split embedding are added up; by rows, the table is gathered.
-            rows, table = 2 * 2 * 512 * 64 * 4 * 7 / 8, session.params.embed.nbytes * 7 / 8
+            rows, table = 2 * 2 * 512 * 64 * 4 * 7 / 8, batch.params.embed.nbytes * 7 / 8
             found["predicted"] = layers["by_heads"] + rows, layers["by_rows"] + table
     want = found.pop("one")
     for name in ("heads", "rows"):

@@ -57,25 +57,25 @@ def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, *
     """Prefill two prompts in chunks over a cache full of NaN, decode greedily; return the logits of every step."""
     import jax
     import numpy as np
+    from batch import Batch
 
     from tessera.generate import load
-    from tessera.runtime.step import Session
 
     model = load(folder, mesh=mesh, **options)
-    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,), cache=model.cache)
+    batch = Batch(model.params, config, policy, rows=2, num_keys=192, size=64, kv_dtype=model.cache)
     if by_rows:  # whatever sends fewer bytes
-        session.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
+        batch.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
 
     def unread(x):  # no program may read what it has not written
         full = np.full(x.shape, np.nan if jax.numpy.issubdtype(x.dtype, np.floating) else 99, x.dtype)
         return jax.device_put(full, x.sharding)
 
-    session.cache = jax.tree.map(unread, session.cache)
+    batch.cache = jax.tree.map(unread, batch.cache)
     prompts = [list(range(3, 153)), list(range(40, 110))]
-    scores, _ = session.prefill(prompts)
+    scores, _ = batch.prefill(prompts)
     found, lengths = [np.asarray(scores)], np.array([len(prompt) for prompt in prompts], np.int32)
     for step in range(3):
-        scores, _ = session.decode(found[-1].argmax(-1).astype(np.int32), lengths + step, np.ones(2, bool))
+        scores, _ = batch.decode(found[-1].argmax(-1).astype(np.int32), lengths + step)
         found.append(np.asarray(scores))
     return np.stack(found)
 
@@ -193,12 +193,13 @@ def nothing_is_whole_on_one_device(folder: Path) -> None:
     import jax
 
     from tessera.generate import load
+    from tessera.runtime.row_pool import RowPool
 
     config = config_of(3)
     model = load(saved(folder, config, "kv3"), mesh="3")
-    session = model.session(model.policy, batch=2, num_keys=192)
+    pool = RowPool(model.params, config, model.policy, rows=2, num_keys=192)
     runs(folder, 3, "dense", "3")
-    leaves = [*jax.tree.leaves(session.cache), *(x for x in jax.tree.leaves(model.params) if x.ndim > 1)]
+    leaves = [*jax.tree.leaves(pool.cache), *(x for x in jax.tree.leaves(model.params) if x.ndim > 1)]
     for x in leaves:
         assert [shard.data.nbytes for shard in x.addressable_shards] == [x.nbytes // 3] * 3, (x.shape, x.sharding)
     text = compiled("allocate", 3)
@@ -233,8 +234,7 @@ def pages_on_a_mesh_give_the_tokens_of_one_device(folder: Path) -> None:
         scored[mesh] = [token.logprob for end in ends for token in end.prompt[1:]]
     assert found[None] == found[f"{HEADS}x1"]
     np.testing.assert_allclose(scored[None], scored[f"{HEADS}x1"], atol=1e-4)
-    [lane] = engine.lanes.values()
-    keys = lane.pool.cache.k[0]
+    keys = engine.lane.pool.cache.k[0]
     assert keys.addressable_shards[0].data.shape[1] == keys.shape[1] // HEADS, "a device holds all heads"
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tessera.runtime import choosing, dispatched, engine, paged_lane
+from tessera.runtime import choosing, dispatched, engine, lane
 from tessera.runtime.costs import LinearCosts
 from tessera.runtime.dispatched import Dispatched, Due
 
@@ -45,7 +45,7 @@ class Device:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = SimpleNamespace(perf_counter=lambda: self.now_s)
-        for module in (choosing, dispatched, engine, paged_lane):
+        for module in (choosing, dispatched, engine, lane):
             monkeypatch.setattr(module, "time", clock)
         add = Dispatched.add
 

@@ -47,8 +47,7 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
 
 def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
     """Return keys and values of the cache's first `num_keys` positions, layer by layer."""
-    [lane] = chat._engine.lanes.values()
-    cache = lane.session.cache
+    cache = chat._engine.lane.pool.cache
     return [np.asarray(array)[0, :, :num_keys] for array in (*cache.k, *cache.v)]
 
 

@@ -22,7 +22,8 @@ from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
 from tessera.runtime.requests import Request
-from tessera.runtime.step import Session, decode_token, needed, prefill_chunk
+from tessera.runtime.row_pool import RowPool
+from tessera.runtime.step import decode_token, needed, prefill_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = replace(TINY, num_layers=2)  # an anchor and a reuse layer; few layers compile fast
@@ -103,13 +104,13 @@ def test_nothing_compiles_after_warm_up(model, attention, nothing_compiles):
 def test_the_cache_is_updated_in_place(model, attention):
     """The compiled programs alias every key and value array: input and output share a buffer."""
     policy = model.with_attention(attention).policy
-    session = Session(model.params, CONFIG, policy, batch=2, num_keys=128)
-    zeros, last = np.zeros(2, np.int32), np.zeros((2, CONFIG.hidden_size), np.float32)
+    pool = RowPool(model.params, CONFIG, policy, rows=2, num_keys=128)
+    zeros = np.zeros(2, np.int32)
     static = {"config": CONFIG, "policy": policy}
-    decode = decode_token.lower(model.params, session.cache, zeros, zeros, zeros.astype(bool), **static)
+    decode = decode_token.lower(model.params, pool.cache, zeros, zeros, zeros.astype(bool), **static)
     chunk = np.zeros((2, 64), np.int32)
-    prefill = prefill_chunk.lower(model.params, session.cache, last, chunk, zeros, zeros, **static)
-    leaves = len(jax.tree.leaves(session.cache))
+    prefill = prefill_chunk.lower(model.params, pool.cache, chunk, zeros, zeros, **static)
+    leaves = len(jax.tree.leaves(pool.cache))
     assert leaves == 2 * CONFIG.num_layers
     for program in (decode, prefill):
         compiled = program.compile()
@@ -122,9 +123,9 @@ def test_the_cache_is_updated_in_place(model, attention):
 
 
 def test_the_old_cache_is_gone_after_a_step(model):
-    session = Session(model.params, CONFIG, model.policy, batch=1, num_keys=128)
-    before = jax.tree.leaves(session.cache)
-    session.prefill([prompt(5)])
+    pool = RowPool(model.params, CONFIG, model.policy, rows=1, num_keys=128)
+    before = jax.tree.leaves(pool.cache)
+    pool.fill(prompt(5))
     assert all(array.is_deleted() for array in before)
 
 
@@ -142,7 +143,7 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
 def test_density_is_what_a_count_gives(model):
     """Layer 0 reads all keys, layer 1 its own tile and a far budget; a loop over query tiles counts both."""
     length, tile, layers = 160, 16, 2
-    [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
+    [found] = model.with_attention("kascade", crossover_tokens=0).generate([prompt(length)], max_new_tokens=1)
     read = visible = 0
     for first in range(0, length, tile):
         keys = max(0.2 * (first + tile), 16)

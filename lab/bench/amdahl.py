@@ -25,7 +25,7 @@ from tessera.measure import timing
 from tessera.measure.model_work import fresh_seed, layer_densities
 from tessera.models.cache import Cache
 from tessera.runtime.compilation import cut_chunks
-from tessera.runtime.step import Session
+from tessera.runtime.row_pool import RowPool
 from tessera.sparse.contract import Policy, Reads
 
 
@@ -43,18 +43,18 @@ def attend_layers(
 
 
 class AttentionAlone:
-    """The attention calls that prefill one prompt in the session's chunks, on random keys and values.
+    """The attention calls that prefill one prompt in the pool's chunks, on random keys and values.
 
     Args:
-        session: an empty session of batch 1 with the policy to time. A copy of its cache is filled with random numbers.
+        pool: an empty pool of one row with the policy to time. A copy of its cache is filled with random numbers.
         length: tokens of the prompt.
     """
 
-    def __init__(self, session: Session, length: int):
-        self.policy, self.config, self.length = session.policy, session.config, length
-        self.chunks = list(cut_chunks(length, session.sizes))
+    def __init__(self, pool: RowPool, length: int):
+        self.policy, self.config, self.length = pool.policy, pool.config, length
+        self.chunks = list(cut_chunks(length, pool.sizes))
         self.spec = AttentionSpec(window=self.config.window)
-        leaves, tree = jax.tree.flatten(session.cache)
+        leaves, tree = jax.tree.flatten(pool.cache)
         self.cache = tree.unflatten(jnp.asarray(draw([0, i], x.shape), x.dtype) for i, x in enumerate(leaves))
         self.reads: list[Reads] = []
         for size in {size for _, size in self.chunks}:  # compile and warm up each chunk size, with no valid rows

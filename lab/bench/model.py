@@ -23,8 +23,9 @@ from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import fingerprint, load_params
 from tessera.models.files.source import open_source
 from tessera.models.layers import Params
+from tessera.runtime.row_pool import RowPool
 from tessera.runtime.sampling import GREEDY
-from tessera.runtime.step import Session, prefill_chunk
+from tessera.runtime.step import prefill_chunk
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.plan import Plan
@@ -73,10 +74,10 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 
     alone = {}
     for name, model in models.items():  # compile on empty input and warm up on 64 tokens: a long prompt takes a minute
-        session = model.session(model.policy, batch=1, num_keys=length)
-        session.warm()
+        pool = model.pool(model.policy, num_keys=length)
+        pool.warm(scores=False)
         model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1, **GREEDY)
-        alone[name] = AttentionAlone(session, length)
+        alone[name] = AttentionAlone(pool, length)
     samplers = {name: attention.sample for name, attention in alone.items()}
     attention_s = timing.interleave(samplers, rounds=1, warmup=0, rest_s=REST_S)
     contenders = {name: partial(sample, name) for name in models}
@@ -167,12 +168,12 @@ def time_lengths(
     Returns:
         Two dicts by policy name: the seconds per round, and the share of visible keys that each layer read.
     """
-    sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
+    pools = {name: RowPool(params, config, policy, rows=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
 
     def sample(name: str, number: int) -> float:
         prompt = draw_tokens(config, fresh_seed(number), length)
-        seconds, (logits, reads[name]) = timing.time_call(sessions[name].prefill, [np.array(prompt, np.int32)])
+        seconds, (logits, reads[name]) = timing.time_call(pools[name].fill, np.array(prompt, np.int32))
         if not np.isfinite(np.asarray(logits)).all():
             raise ValueError(f"{name} gave logits that are not finite on a timed call of {length} tokens")
         return seconds
@@ -307,15 +308,13 @@ def answer_once(folder: str, length: int) -> None:
 def compilation(stand: Stand) -> Iterator[Record]:
     """Measure compile time and step time of one prefill chunk, with layers under lax.scan and unrolled."""
     config, rows = stand.sizes.config, stand.sizes.start_tokens
-    lower, steps, sessions = {}, {}, {}
+    lower, steps, pools = {}, {}, {}
     for name in ("scan", "unrolled"):
         params = load_params(open_source(stand.folder), dtype=jnp.float32, stacked=name == "scan")
-        session = Session(params, config, Dense(), batch=1, num_keys=rows)
-        arguments = (np.zeros((1, config.hidden_size), np.float32), np.zeros((1, rows), np.int32))
+        pools[name] = RowPool(params, config, Dense(), rows=1, num_keys=rows)
         positions = (np.zeros(1, np.int32), np.full(1, rows, np.int32))
-        given = (params, session.cache, *arguments, *positions)
+        given = (params, pools[name].cache, np.zeros((1, rows), np.int32), *positions)
         lower[name] = partial(prefill_chunk.lower, *given, config=config, policy=Dense())
-        sessions[name] = session
 
     def compile_anew(name: str, number: int) -> float:
         jax.clear_caches()  # otherwise JAX finds the same program already compiled
@@ -324,11 +323,10 @@ def compilation(stand: Stand) -> Iterator[Record]:
         return seconds
 
     def step(name: str, number: int) -> float:
-        session = sessions[name]
+        pool = pools[name]
         tokens = np.array([draw_tokens(config, fresh_seed(number), rows)], np.int32)
-        last = jnp.zeros((1, config.hidden_size), jnp.float32)
         arguments = (tokens, np.zeros(1, np.int32), np.full(1, rows, np.int32))
-        seconds, (session.cache, _, _) = timing.time_call(steps[name], session.params, session.cache, last, *arguments)
+        seconds, (pool.cache, _, _) = timing.time_call(steps[name], pool.params, pool.cache, *arguments)
         return seconds
 
     compile_s = stand.interleave({name: partial(compile_anew, name) for name in lower}, warmup=0)

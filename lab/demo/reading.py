@@ -18,7 +18,7 @@ from tessera.generate import Model
 from tessera.measure.judge.contenders import plan_policy, without_choice
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import chunk_sizes
-from tessera.runtime.requests import Held, Request
+from tessera.runtime.requests import Request
 from tessera.sparse.plan import Plan
 
 HERE = Path(__file__).parent
@@ -155,22 +155,40 @@ class Reader:
     """One policy's engine, whose cache keeps the document after the first prompt."""
 
     def __init__(self, model: Model, *, num_keys: int):
-        one_size = chunk_sizes(model.policy.query_tile, CHUNK)[:1]
-        self.engine = model.engine(slots=1, num_keys=num_keys, sizes=one_size)
-        self.held = Held(0, ())
+        self.chunk = chunk_sizes(model.policy.query_tile, CHUNK)[0]
+        self.engine = model.engine(slots=1, num_keys=num_keys, sizes=(self.chunk,))
+        self.prefix: Generation | None = None
 
     def hold(self, tokens: Sequence[int]) -> None:
         """Prefill a prefix that all later prompts share; leave out its last chunk if that is incomplete."""
-        self.held = self.engine.hold(tokens)
+        whole = tokens[: len(tokens) - len(tokens) % self.chunk]
+        self.prefix = self._run(Request(prompt=whole, max_new_tokens=1)) if whole else None
 
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
         """Answer a prompt that begins with the tokens given to `hold`; count the keys that their prefill read, too."""
-        request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop), held=self.held)
+        request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop))
+        answer = self._run(request, started_s)
+        return answer if self.prefix is None else _with_prefix(answer, self.prefix)
+
+    def _run(self, request: Request, started_s: float | None = None) -> Generation:
         self.engine.submit(request, started_s=started_s)
         [end] = self.engine.drain()
         return end.generation
+
+
+def _with_prefix(answer: Generation, prefix: Generation) -> Generation:
+    """Add the keys that a prefix read to those of an answer that reused its keys. Every layer sees as many keys."""
+    own, shared = ((one.prefill_keys + one.decode_keys) / one.density for one in (answer, prefix))
+    part = own / (own + shared)
+    layers = zip(answer.layer_density, prefix.layer_density)
+    return replace(
+        answer,
+        prefill_keys=answer.prefill_keys + prefix.prefill_keys,
+        density=part * answer.density + (1 - part) * prefix.density,
+        layer_density=tuple(part * ours + (1 - part) * theirs for ours, theirs in layers),
+    )
 
 
 def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:

@@ -15,14 +15,14 @@ import numpy as np
 from lab.simulate.machine import UNIT, Attention, Machine, pool_pages, step_times
 from lab.simulate.replica import Open, Replica
 from lab.simulate.traffic import Arrival, Hashes, due_s
-from tessera.runtime.scheduler import Policy, Scheduler, Work
+from tessera.runtime.scheduler import Order, Scheduler, Work
 
 STEP_S = 0.04
 """Target seconds of a step with decoding rows: less than ITL_S, so that a step may take longer than predicted."""
 ITL_S = 0.05
 """Limit for a request's mean seconds per token after the first."""
 SIZES = {"edf": (1, 4, 16), "fcfs": (8,)}
-"""Scheduler policy -> sizes of the compiled prefill programs, in segments of UNIT positions."""
+"""Scheduler order -> sizes of the compiled prefill programs, in segments of UNIT positions."""
 SPILL_S = 2.0
 DOWN_S = 120.0
 """Seconds until a lost replica is back, with an empty cache: its weights and compiled programs are on disk."""
@@ -48,7 +48,7 @@ class Outcome:
 def simulate(
     machine: Machine,
     attention: Attention,
-    policy: Policy,
+    order: Order,
     arrivals: Iterable[Arrival],
     *,
     losses: Sequence[tuple[float, int]] = (),
@@ -59,14 +59,14 @@ def simulate(
     Args:
         machine: the chip, and the number of replicas and of their devices.
         attention: dense or Kascade.
-        policy: policy of the scheduler.
+        order: order of the scheduler.
         arrivals: requests in order of time.
         losses: (time, index) of each loss of a replica.
         most_late: number of requests that may miss a limit before the simulation stops early; None for no stop.
     """
     costs = step_times(machine, attention)
     replicas = [
-        Replica(Scheduler(costs, unit=UNIT, sizes=SIZES[policy], step_s=STEP_S, policy=policy), pool_pages(machine))
+        Replica(Scheduler(costs, unit=UNIT, sizes=SIZES[order], step_s=STEP_S, order=order), pool_pages(machine))
         for _ in range(machine.replicas)
     ]
     arrivals = list(arrivals)

@@ -24,7 +24,7 @@ from tessera.measure.evidence import INTERVAL_ROUNDS, How, What
 from tessera.measure.judge import paired
 from tessera.measure.model_work import causal_pairs, model_work, versus
 from tessera.runtime import step
-from tessera.runtime.step import Session
+from tessera.runtime.row_pool import RowPool
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
@@ -232,10 +232,10 @@ def test_attention_alone_does_the_whole_prefills_attention():
     params = random_params(config)
     plan = replace(model.synthetic_plan(params, config), anchors=(0,), tile=16, minimum=16)
     for policy in (Dense(), Kascade.from_plan(plan)):
-        session = Session(params, config, policy, batch=1, num_keys=150)
-        alone = amdahl.AttentionAlone(session, 150)
+        pool = RowPool(params, config, policy, rows=1, num_keys=150)
+        alone = amdahl.AttentionAlone(pool, 150)
         assert alone.sample(0) > 0
-        _, reads = session.prefill([np.arange(150) % config.vocab_size])
+        _, reads = pool.fill(np.arange(150) % config.vocab_size)
         assert alone.density == pytest.approx(np.mean(amdahl.layer_densities(reads)))
         visible = sum(float(np.sum(r.visible)) for r in alone.reads)
         assert visible == 2 * config.num_kv_heads * causal_pairs(150)
@@ -249,9 +249,9 @@ def test_attention_alone_that_skips_keys_is_caught():
             return super().attend(layer, q, kv, replace(spec, window=64), positions, state)
 
     config = replace(SMOKE.config, num_layers=2)
-    session = Session(random_params(config), config, Skipping(), batch=1, num_keys=128)
+    pool = RowPool(random_params(config), config, Skipping(), rows=1, num_keys=128)
     with pytest.raises(ValueError, match="dense attention alone is wrong on a timed call"):
-        amdahl.AttentionAlone(session, 128).sample(0)
+        amdahl.AttentionAlone(pool, 128).sample(0)
 
 
 def test_the_kascade_case_holds_amdahls_prediction_beside_its_gain(stand):

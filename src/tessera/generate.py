@@ -31,12 +31,12 @@ from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
-from tessera.runtime.choosing import warm_choices
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import Request, check_tokens, explain_not_finite
+from tessera.runtime.row_pool import RowPool
 from tessera.runtime.sampling import Sampling, check_seeds
-from tessera.runtime.step import Session, score_tokens
+from tessera.runtime.step import score_hidden
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES, policy_for
@@ -91,6 +91,8 @@ class Model:
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute the next-token logits at every position, in float32. All sequences must have the same length.
 
+        Each position runs under the policy that a prefill of `generate` gives it.
+
         Raises:
             ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context, or the weights
                 hold NaN or infinity.
@@ -109,15 +111,16 @@ class Model:
         require(
             num_bytes, local_devices(self.params), f"logits of {batch} x {size} tokens", "score fewer tokens per call"
         )
-        padded = np.zeros((batch, size), np.int32)
-        padded[:, :length] = tokens
-        lengths = np.full(batch, length, np.int32)
-        out, finite = score_tokens(
-            self.params, padded, lengths, config=self.config, policy=self.policy.at_length(length)
-        )
-        if not finite:
-            raise ValueError(explain_not_finite(self.params))
-        return out[:, :length]
+        pool, found = self.pool(self.policy, num_keys=length), []
+        for row in tokens:
+            chunks = []
+            for count, hidden, _ in pool.run(row):
+                out, finite = score_hidden(self.params, hidden.hidden)
+                if not np.asarray(finite)[:, :count].all():
+                    raise ValueError(explain_not_finite(self.params))
+                chunks.append(out[:, :count])
+            found.append(jnp.concatenate(chunks, 1))
+        return jnp.concatenate(found)
 
     def generate(
         self,
@@ -222,14 +225,12 @@ class Model:
         """
         longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
         values = self.sampling(**sampling)
-        count, shortest = 0, 1
+        count = 0
         for size in capacity_buckets(longest):
-            for policy in dict.fromkeys(self.policy.at_length(n) for n in (shortest, min(size, longest))):
-                if progress:
-                    progress(f"{policy.name} attention, {size} keys, batch {batch}")
-                count += self.session(policy, batch=batch, num_keys=size).warm()
-            shortest = size + 1
-        return count + warm_choices([values.method], batch, self.config.vocab_size, mesh_of(self.params))
+            if progress:
+                progress(f"{self.policy.name} attention, {size} keys, batch {batch}")
+            count += self.engine(slots=batch, num_keys=min(size, longest)).warm([values])
+        return count
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
         """Return this model with another attention policy; `options` set fields of the policy, e.g. fraction=0.05.
@@ -274,11 +275,11 @@ class Model:
 
     def engine(self, **options: Any) -> Engine:
         """Return an engine for this model and its policy; `options` are keyword arguments of `Engine`."""
-        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
+        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, kv_dtype=self.cache, **options)
 
-    def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
-        """Return a session with an empty cache for `batch` sequences of up to `num_keys` keys."""
-        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
+    def pool(self, policy: Policy, *, num_keys: int) -> RowPool:
+        """Return an empty pool for one sequence of up to `num_keys` keys."""
+        return RowPool(self.params, self.config, policy, rows=1, num_keys=num_keys, kv_dtype=self.cache)
 
     def encode_prompt(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
         """Encode one prompt, with the errors of `encode_prompts`; `name` is the prompt's name in their messages."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batch import Batch
 from tiny import CONFIG as TINY
 from tiny import PLAN, random_params
 
@@ -13,7 +14,7 @@ from tessera.generate import Model, load
 from tessera.models.cache import Cache, extend, init_cache, quantise
 from tessera.models.footprint import Types, cache_bytes
 from tessera.runtime.requests import End, Request
-from tessera.runtime.step import Session, decode_token
+from tessera.runtime.step import decode_token
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -101,12 +102,12 @@ def test_scores_hardly_change_and_free_places_are_never_seen(model, attention):
     if attention == "kascade":  # the same tiles: this test is about numbers
         policy = replace(policy, fraction=1.0)
     for cache in (None, "int8"):
-        session = Session(model.params, CONFIG, policy, batch=2, num_keys=192, sizes=(64,), cache=cache)
+        batch = Batch(model.params, CONFIG, policy, rows=2, num_keys=192, size=64, kv_dtype=cache)
         if cache:
-            dirty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), session.cache.scales)
-            session.cache = session.cache._replace(scales=dirty)
-        first, _ = session.prefill([tokens, tokens[:70]])
-        second, _ = session.decode(np.array([5, 6], np.int32), np.array([130, 70], np.int32), np.ones(2, bool))
+            dirty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), batch.cache.scales)
+            batch.cache = batch.cache._replace(scales=dirty)
+        first, _ = batch.prefill([tokens, tokens[:70]])
+        second, _ = batch.decode(np.array([5, 6], np.int32), np.array([130, 70], np.int32))
         scores[cache] = np.stack([first, second])
     spread = scores[None].std()
     off = np.abs(scores["int8"] - scores[None]).max()
@@ -133,15 +134,13 @@ def test_an_answer_does_not_depend_on_other_requests(model, attention):
             elif len(ids) == 1:
                 ids.append(engine.submit(wanted[1]))
     assert [found[id] for id in ids] == alone
-    for lane in engine.lanes.values():
-        assert lane.session.cache.k[0].dtype == jnp.int8
-        assert lane.session.cache_dtype == "int8"
+    assert engine.lane.pool.cache.k[0].dtype == jnp.int8
 
 
 def test_decode_updates_it_in_place(model):
-    session = model.session(Dense(), batch=2, num_keys=2048)
+    batch = Batch(model.params, CONFIG, Dense(), rows=2, num_keys=2048, size=64, kv_dtype="int8")
     zeros = np.zeros(2, np.int32)
-    args = (model.params, session.cache, zeros, zeros, zeros.astype(bool))
+    args = (model.params, batch.cache, zeros, zeros, zeros.astype(bool))
     compiled = decode_token.lower(*args, config=CONFIG, policy=Dense()).compile()
     held = cache_bytes(CONFIG, 2, 2048, types=Types(cache="int8"))
     assert compiled.memory_analysis().alias_size_in_bytes >= held

@@ -130,9 +130,8 @@ def test_a_chunk_on_the_host_against_its_compiler(batch, layers):
     cache = jax.eval_shape(
         lambda: allocate(None, config=config, batch=batch, num_keys=num_keys, dtype="float32", stacked=False)
     )
-    last = jax.ShapeDtypeStruct((batch, config.hidden_size), jnp.float32)
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, rows), (batch,)))
-    program = prefill_chunk.lower(params, cache, last, tokens, counts, counts, config=config, policy=Dense())
+    program = prefill_chunk.lower(params, cache, tokens, counts, counts, config=config, policy=Dense())
     held = program.compile().memory_analysis().temp_size_in_bytes
     load = Load(batch=batch, num_keys=num_keys, rows=rows, host=True)
     found = footprint(config, load, types=FLOAT32)

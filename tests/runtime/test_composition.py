@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batch import Batch
 from tiny import CONFIG as TINY
 from tiny import PLAN, random_params
 
 from tessera.generate import Model
 from tessera.runtime.pool import Paging
 from tessera.runtime.requests import End, Request
-from tessera.runtime.step import Session, read_head
+from tessera.runtime.step import read_head
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -93,19 +94,16 @@ def prompt(length: int, seed: int) -> list[int]:
 def expected(groups: int, dtype: str | None, policy: str) -> tuple[int, ...]:
     """Answer greedily from contiguous keys, alone, one unit of the prompt at a time."""
     model, tokens = model_of(groups, dtype, policy), prompt(LENGTH, 0)
-    session = Session(model.params, model.config, model.policy, batch=1, num_keys=512, sizes=(UNIT,), cache=dtype)
-    last = session.no_rows()
+    batch = Batch(model.params, model.config, model.policy, rows=1, num_keys=512, size=UNIT, kv_dtype=dtype)
     for start in range(0, LENGTH, UNIT):
-        rows, part = np.zeros((1, UNIT), np.int32), tokens[start : start + UNIT]
-        rows[0, : len(part)] = part
-        session.policy = model.policy.at_position(start, UNIT)
-        last, _ = session.chunk(last, rows, start, np.array([len(part)], np.int32))
-    scores, found = read_head(model.params, last), []
+        batch.policy = model.policy.at_position(start, UNIT)
+        hidden, _ = batch.chunk([tokens[start : start + UNIT]], start)
+    scores, found = read_head(model.params, hidden.last), []
     for position in range(LENGTH, LENGTH + NEW):
         token = jnp.argmax(scores, -1).astype(jnp.int32)
         found.append(int(token[0]))
-        session.policy = model.policy.at_position(position, UNIT)
-        scores, _ = session.decode(token, np.array([position], np.int32), np.array([True]))
+        batch.policy = model.policy.decode_at(position, UNIT)
+        scores, _ = batch.decode(token, np.array([position], np.int32), np.array([True]))
     return tuple(found)
 
 
@@ -133,8 +131,7 @@ def test_every_composition_gives_the_tokens_of_contiguous_keys_alone(cell):
 
     def shuffle() -> None:
         if cell["order"] == "shuffled":
-            for lane in engine.lanes.values():
-                rng.shuffle(lane.prefix.pages._free)
+            rng.shuffle(engine.lane.prefix.pages._free)
 
     if cell["prefix"] != "cold":
         engine.submit(replace(wanted, prompt=wanted.prompt[:-30] + prompt(30, 9), max_new_tokens=1))
@@ -155,10 +152,10 @@ def test_every_composition_gives_the_tokens_of_contiguous_keys_alone(cell):
             if isinstance(event, End):
                 ends[event.id] = event
         shuffle()
-        for lane in engine.lanes.values():
-            rows = [row for row in lane._running if row.ticket.open]
-            if cell["preempted"] == "every step" and rows and not any(row.prefilling for row in rows):
-                lane._give_way(rows[int(rng.integers(len(rows)))])
+        lane = engine.lane
+        rows = [row for row in lane._running if row.open]
+        if cell["preempted"] == "every step" and rows and not any(row.prefilling for row in rows):
+            lane._give_way(rows[int(rng.integers(len(rows)))])
     assert set(ends) == set(ids)
     assert tuple(ends[ids[0]].generation.tokens) == expected(cell["groups"], cell["cache"], cell["policy"])
     reused = {"cold": 0, "hit": 256, "refilled": 0}[cell["prefix"]]

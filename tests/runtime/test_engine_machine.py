@@ -34,10 +34,11 @@ from tiny import PLAN, random_params
 
 from tessera.core.shapes import ceil_div
 from tessera.models.pages import NULL
-from tessera.runtime import choosing, dispatched, engine, paged_lane
+from tessera.runtime import choosing, dispatched, engine
+from tessera.runtime import lane as lane_module
 from tessera.runtime.engine import Engine
-from tessera.runtime.paged_lane import PagedLane
-from tessera.runtime.pool import Paging, Pool
+from tessera.runtime.lane import Lane
+from tessera.runtime.pool import PagePool, Paging
 from tessera.runtime.requests import End, Failure, PoolState, Request, Token
 from tessera.runtime.sampling import Sampling
 from tessera.sparse.kascade import Kascade
@@ -66,22 +67,23 @@ def params():
 @cache
 def salt() -> bytes:
     """The salt of all engines here; one takes as long as ten steps."""
-    return Pool(params(), CONFIG, POLICY, context=KEYS, paging=PAGING).salt()
+    return PagePool(params(), CONFIG, POLICY, context=KEYS, paging=PAGING).salt()
 
 
-def open_engine(lag: int = 0, spill: Path | None = None) -> tuple[Engine, PagedLane]:
+def open_engine(lag: int = 0, spill: Path | None = None) -> tuple[Engine, Lane]:
     """Open an engine and its lane; all have the same shapes, so they share their programs."""
     made = Engine(params(), CONFIG, POLICY, slots=SLOTS, num_keys=KEYS, lag=lag, paging=replace(PAGING, spill=spill))
     known = salt()
-    with patch.object(Pool, "salt", lambda pool: known):
-        return made, made._open(POLICY, SLOTS, KEYS, KEYS)
+    with patch.object(PagePool, "salt", lambda pool: known):
+        made.lane = made._make_lane(SLOTS, KEYS, KEYS)
+        return made, made.lane
 
 
 @contextmanager
 def own_clock():
     """Let seconds depend only on the history, so that the scheduler's choices repeat."""
     clock = SimpleNamespace(perf_counter=count(0.0, 2e-3).__next__)
-    with patch.object(engine, "time", clock), patch.object(paged_lane, "time", clock):
+    with patch.object(engine, "time", clock), patch.object(lane_module, "time", clock):
         with patch.object(choosing, "time", clock), patch.object(dispatched, "time", clock):
             yield
 
@@ -133,7 +135,7 @@ def alone(prompt: tuple[int, ...], sampling: Sampling) -> Alone:
     return Alone(tokens, logprobs, False, last.generation.prefill_keys, [token.logprob for token in last.prompt[1:]])
 
 
-def contents(lane: PagedLane) -> np.ndarray:
+def contents(lane: Lane) -> np.ndarray:
     """Copy all keys and values to the host, by page."""
     return np.stack([np.moveaxis(np.array(leaf), -4, 0) for leaf in jax.tree.leaves(lane.pool.cache)], axis=1)
 
@@ -178,7 +180,7 @@ class Serving(RuleBasedStateMachine):
     `seen` the prompts by tenant, and `names` the tokens of each hash that may be published.
     """
 
-    fault: Callable[[PagedLane], None] | None = None
+    fault: Callable[[Lane], None] | None = None
 
     def __init__(self):
         super().__init__()
@@ -250,9 +252,9 @@ class Serving(RuleBasedStateMachine):
         self.sound, busy = False, self.engine.busy
         for event in self.engine.step():
             self.take(event)
-        rows = self.lane._rows.values()
+        rows = self.lane._known.values()
         snapshot = (
-            [(row.ticket.id, row.work.position, row.ticket.chosen) for row in rows],
+            [(row.id, row.position, row.generated) for row in rows],
             [len(asked.tokens) for asked in self.open.values()],
         )
         self.stalled = self.stalled + 1 if busy and snapshot == self.snapshot else 0
@@ -371,7 +373,7 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_in_one_place(self):
-        rows, pages = self.lane._rows.values(), self.pages
+        rows, pages = self.lane._known.values(), self.pages
         used = Counter(page for row in rows for page in row.pages)
         used.update(self.taken)
         held = {name: page for name, page in self.prefix.held()}
@@ -387,16 +389,16 @@ class Serving(RuleBasedStateMachine):
     def no_row_writes_a_page_of_another(self):
         held = {page: name for name, page in self.prefix.held()}
         running = [row for row in self.lane.slots if row is not None]
-        for row in self.lane._rows.values():
-            assert row in running or not row.pages or not row.ticket.open
+        for row in self.lane._known.values():
+            assert row in running or not row.pages or not row.open
             assert [held.get(page, hash) for page, hash in zip(row.pages, row.hashes)] == row.hashes[: len(row.pages)]
-            if row.ticket.open:
-                next_key = row.work.position if row.prefilling else row.num_keys - 1
+            if row.open:
+                next_key = row.position if row.prefilling else row.num_keys - 1
                 assert all(self.pages.writable(page) for page in row.pages[next_key // PAGE :])
 
     @invariant()
     def what_waits_is_counted(self):
-        running = sum(row is not None and row.ticket.open for row in self.lane.slots)
+        running = sum(row is not None and row.open for row in self.lane.slots)
         assert self.engine.num_waiting + running == len(self.open)
         assert self.engine.busy == bool(self.open)
 

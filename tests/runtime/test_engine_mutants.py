@@ -7,25 +7,22 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_engine_machine import PAGE, UNIT, Serving
 
 from tessera.models.pages import OutOfPages
-from tessera.runtime.paged_lane import PagedLane
-from tessera.runtime.paged_row import Row
+from tessera.runtime.lane import Lane
+from tessera.runtime.sequence import Sequence
 
 
-def each_row(lane: PagedLane, change) -> None:
-    """Change every row's record when it is made."""
-    make = lane._row
+def each_sequence(lane: Lane, change) -> None:
+    """Change every sequence when it joins the lane."""
+    add = lane.add
 
-    def made(ticket):
-        new = ticket.id not in lane._rows
-        row = make(ticket)
-        if new:
-            change(row)
-        return row
+    def added(sequence):
+        add(sequence)
+        change(sequence)
 
-    lane._row = made
+    lane.add = added
 
 
-def early_free(lane: PagedLane) -> None:
+def early_free(lane: Lane) -> None:
     """A prompt's last page is free while its answer is decoded."""
     begin = lane._begin
 
@@ -36,7 +33,7 @@ def early_free(lane: PagedLane) -> None:
     lane._begin = begun
 
 
-def double_free(lane: PagedLane) -> None:
+def double_free(lane: Lane) -> None:
     """The end of a request takes two references of a shared page."""
     pages = lane.prefix.pages
     release = pages.release
@@ -49,16 +46,16 @@ def double_free(lane: PagedLane) -> None:
     pages.release = twice
 
 
-def whole_prompt_hit(lane: PagedLane) -> None:
+def whole_prompt_hit(lane: Lane) -> None:
     """A prompt of whole units is reused to its last token, which leaves no row to predict the next."""
 
-    def change(row: Row):
-        row.matchable = lambda page, unit: row.hashes[: row.ticket.answer.prompt_tokens // unit * unit // page]
+    def change(row: Sequence):
+        row.matchable = lambda block, unit: row.hashes[: row.prompt_tokens // unit * unit // block]
 
-    each_row(lane, change)
+    each_sequence(lane, change)
 
 
-def hit_of_one_page_more(lane: PagedLane) -> None:
+def hit_of_one_page_more(lane: Lane) -> None:
     """A hit's last page is another than the hash says."""
     match = lane.prefix.match
 
@@ -69,16 +66,16 @@ def hit_of_one_page_more(lane: PagedLane) -> None:
     lane.prefix.match = matched
 
 
-def decode_written_pages_published(lane: PagedLane) -> None:
+def decode_written_pages_published(lane: Lane) -> None:
     """An answer's pages enter the cache beside its prompt's, when it ends."""
     release = lane._release
 
     def released():
-        for row in lane._rows.values():
-            answer = row.ticket.answer
+        for row in lane._known.values():
+            answer = row.answer
             if answer.done and row.pages and row.saved is None:
-                tokens = [*row.ticket.request.prompt, *answer.tokens[:-1]]
-                row.hashes = lane.prefix.hashes(tokens, row.ticket.request.tenant)
+                tokens = [*row.request.prompt, *answer.tokens[:-1]]
+                row.hashes = lane.prefix.hashes(tokens, row.request.tenant)
                 for index in range(len(tokens) // UNIT * UNIT // PAGE):
                     lane._publish(row, index)
         release()
@@ -86,7 +83,7 @@ def decode_written_pages_published(lane: PagedLane) -> None:
     lane._release = released
 
 
-def part_of_a_unit_published(lane: PagedLane) -> None:
+def part_of_a_unit_published(lane: Lane) -> None:
     """Full pages of a unit that the prompt does not fill are shared."""
     begin = lane._begin
 
@@ -98,26 +95,26 @@ def part_of_a_unit_published(lane: PagedLane) -> None:
     lane._begin = begun
 
 
-def salt_without_tenant(lane: PagedLane) -> None:
+def salt_without_tenant(lane: Lane) -> None:
     hashes = lane.prefix.hashes
     lane.prefix.hashes = lambda tokens, tenant="": hashes(tokens)
 
 
-def reference_kept_on_cancel(lane: PagedLane) -> None:
+def reference_kept_on_cancel(lane: Lane) -> None:
     release = lane._release
 
     def released():
-        for id in [id for id, row in lane._rows.items() if row.ticket.dropped]:
-            if lane._rows[id] not in lane._running:
+        for id in [id for id, row in lane._known.items() if row.dropped]:
+            if lane._known[id] not in lane._running:
                 continue
-            lane.slots[lane._rows[id].ticket.row] = None
-            del lane._rows[id]
+            lane.slots[lane._known[id].slot] = None
+            del lane._known[id]
         release()
 
     lane._release = released
 
 
-def swap_forgets_a_page(lane: PagedLane) -> None:
+def swap_forgets_a_page(lane: Lane) -> None:
     """The last page that a request takes to the host is empty."""
     save = lane.pool.save
 
@@ -128,12 +125,12 @@ def swap_forgets_a_page(lane: PagedLane) -> None:
     lane.pool.save = saved
 
 
-def swap_in_wrong_order(lane: PagedLane) -> None:
+def swap_in_wrong_order(lane: Lane) -> None:
     restore = lane.pool.restore
     lane.pool.restore = lambda pages, saved: restore(pages, [*saved[1:], *saved[:1]])
 
 
-def wrong_table_after_return(lane: PagedLane) -> None:
+def wrong_table_after_return(lane: Lane) -> None:
     """A request that returns has its first two pages in the wrong order."""
     come_back = lane._return
 
@@ -144,45 +141,45 @@ def wrong_table_after_return(lane: PagedLane) -> None:
     lane._return = returned
 
 
-def wrong_token_after_return(lane: PagedLane) -> None:
+def wrong_token_after_return(lane: Lane) -> None:
     """A request that returns feeds the token before its last."""
     come_back = lane._return
 
     def returned(row):
-        tokens = row.ticket.answer.tokens
+        tokens = row.answer.tokens
         come_back(row)
         if len(tokens) > 1 and lane._runs(row):
-            lane._last.place(row.ticket.row, np.array(tokens[-2:-1], np.int32), None)
+            lane._last.place(row.slot, np.array(tokens[-2:-1], np.int32), None)
 
     lane._return = returned
 
 
-def preempted_request_lost(lane: PagedLane) -> None:
+def preempted_request_lost(lane: Lane) -> None:
     give_way = lane._give_way
 
     def gone(row):
         give_way(row)
-        if row.ticket in lane.waiting:
-            lane.waiting.remove(row.ticket)
+        if row in lane.waiting:
+            lane.waiting.remove(row)
 
     lane._give_way = gone
 
 
-def bad_pages_stay(lane: PagedLane) -> None:
+def bad_pages_stay(lane: Lane) -> None:
     """Pages that hold NaN stay in the cache."""
     lane.prefix.forget = lambda pages: []
 
 
-def pin_ignored(lane: PagedLane) -> None:
+def pin_ignored(lane: Lane) -> None:
     lane.prefix.pin = lambda hashes: lane.prefix._pins.update(hashes)
 
 
-def cached_page_evicted_with_children(lane: PagedLane) -> None:
+def cached_page_evicted_with_children(lane: Lane) -> None:
     """Pages go in the order of release, whatever continues them."""
     lane.prefix._victims = lambda count: list(lane.prefix.pages.cached)[:count]
 
 
-def full_pool_never_preempts(lane: PagedLane) -> None:
+def full_pool_never_preempts(lane: Lane) -> None:
     """A request that finds no page fails instead of taking another's."""
 
     def give_way(row):

@@ -1,6 +1,6 @@
 """An engine with pages: every answer is the one that the request gets alone, from an engine that has cached nothing."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 from operator import itemgetter
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batch import Batch
 from tiny import CONFIG as TINY
 from tiny import PLAN, random_params
 
@@ -15,11 +16,11 @@ from tessera.generate import Model
 from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
-from tessera.runtime.paged_row import Row
-from tessera.runtime.pool import Paging, Pool, prefill_rows
+from tessera.runtime.pool import PagePool, Paging
 from tessera.runtime.requests import End, Event, Failure, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import Session, read_head, score_tokens
+from tessera.runtime.sequence import Sequence
+from tessera.runtime.step import prefill_chunk, read_head
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -67,23 +68,19 @@ def alone(model: Model, request: Request, attention: str = "kascade") -> Generat
     return run(engine_of(model, attention), request)[0]
 
 
-def contiguous(model: Model, attention: str, tokens: Sequence[int], count: int) -> list[int]:
+def contiguous(model: Model, attention: str, tokens: abc.Sequence[int], count: int) -> list[int]:
     """Answer greedily from contiguous keys, one sequence, one unit at a time: the oracle."""
     policy, unit = POLICIES[attention], PAGING.unit
-    session = Session(model.params, model.config, policy, batch=1, num_keys=512, sizes=(unit,))
-    last = session.no_rows()
+    batch = Batch(model.params, model.config, policy, rows=1, num_keys=512, size=unit)
     for start in range(0, len(tokens), unit):
-        rows = np.zeros((1, unit), np.int32)
-        part = tokens[start : start + unit]
-        rows[0, : len(part)] = part
-        session.policy = policy.at_position(start, unit)
-        last, _ = session.chunk(last, rows, start, np.array([len(part)], np.int32))
-    scores, found = read_head(model.params, last), []
+        batch.policy = policy.at_position(start, unit)
+        hidden, _ = batch.chunk([tokens[start : start + unit]], start)
+    scores, found = read_head(model.params, hidden.last), []
     for position in range(len(tokens), len(tokens) + count):
         token = jnp.argmax(scores, -1).astype(jnp.int32)
         found.append(int(token[0]))
-        session.policy = policy.at_position(position, unit)
-        scores, _ = session.decode(token, np.array([position], np.int32), np.array([True]))
+        batch.policy = policy.decode_at(position, unit)
+        scores, _ = batch.decode(token, np.array([position], np.int32), np.array([True]))
     return found
 
 
@@ -113,7 +110,7 @@ def test_a_crowd_gets_the_answers_that_each_gets_alone(model):
 
 def poison(engine: Engine) -> None:
     """Fill every free page with NaN, or with 99 where keys are int8."""
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     free = lane.prefix.pages.free
     bad = [
         jax.tree.map(lambda x: np.full_like(x, 99 if x.dtype == np.int8 else np.nan), part)
@@ -186,7 +183,7 @@ def test_requests_that_give_way_get_the_answers_that_they_get_alone(model, lag):
     ]
     engine = engine_of(model, "own", slots=3, num_pages=15, lag=lag, sizes=(64,))
     found = run(engine, *requests)
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     assert lane.preempted >= 2
     for answer, request in zip(found, requests, strict=True):
         expected = alone(model, request, "own")
@@ -207,7 +204,7 @@ def test_no_page_is_lost_when_requests_are_cancelled_at_any_step(model):
     while engine.busy:
         engine.step()
     engine.step()
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     pages = lane.prefix.pages
     assert engine.pool_state.usage == 0
     assert len(pages.free) + len(pages.cached) == pages.size - 1
@@ -226,7 +223,7 @@ def test_a_request_larger_than_the_pool_fails_by_name(model):
 # --- probabilities of a prompt's tokens
 
 
-def scored(engine: Engine, tokens: Sequence[int], ranks: int = 3) -> tuple[Token, ...]:
+def scored(engine: Engine, tokens: abc.Sequence[int], ranks: int = 3) -> tuple[Token, ...]:
     """Submit a prompt twice, so that the second could reuse keys; return the second one's tokens."""
     for _ in range(2):
         engine.submit(Request(prompt=tokens, max_new_tokens=1, prompt_logprobs=ranks))
@@ -239,9 +236,7 @@ def scored(engine: Engine, tokens: Sequence[int], ranks: int = 3) -> tuple[Token
 
 def test_every_token_of_a_prompt_has_the_probability_that_one_call_gives_it(model):
     tokens = prompt(300)
-    arrays = jnp.array([tokens]), jnp.array([300])
-    logits, _ = score_tokens(model.params, *arrays, config=model.config, policy=Dense())
-    logp = np.asarray(jax.nn.log_softmax(logits[0]))
+    logp = np.asarray(jax.nn.log_softmax(replace(model, policy=Dense()).logits([tokens])[0]))
     found = scored(engine_of(model, "dense", num_pages=14, sizes=(64,)), tokens)[1:]
     for row, token in enumerate(found):
         assert token.logprob == pytest.approx(logp[row, token.token], abs=1e-4)
@@ -266,15 +261,10 @@ def test_a_prompt_that_gives_way_is_scored_as_if_alone(model):
     engine.submit(Request(prompt=prompt(150, seed=1), max_new_tokens=200))
     engine.submit(Request(prompt=prompt(250), max_new_tokens=9, prompt_logprobs=0))
     ends = {end.id: end for end in engine.drain()}
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     assert lane.preempted
     expected = scored(engine_of(model, "dense", num_pages=14, sizes=(64,)), prompt(250), 0)
     assert [token.logprob for token in ends[1].prompt[1:]] == pytest.approx([t.logprob for t in expected[1:]], abs=1e-5)
-
-
-def test_only_pages_score_prompts(model):
-    with pytest.raises(ValueError, match="prompt_logprobs=2 needs an engine with pages"):
-        model.engine(slots=1).submit(Request(prompt=[1], max_new_tokens=1, prompt_logprobs=2))
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -282,11 +272,11 @@ def test_a_prefill_never_copies_the_pool(model, rows):
     """XLA once copied the pool for every layer where a prefill writes one run of rows."""
     layers = tuple(jax.tree.map(itemgetter(i), model.params.layers) for i in range(CONFIG.num_layers))
     params = replace(model.params, layers=layers)  # as a checkpoint is loaded
-    pool = Pool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, page=64, num_pages=513))
+    pool = PagePool(params, CONFIG, Dense(), context=512, paging=replace(PAGING, page=64, num_pages=513))
     one = np.zeros(1, np.int32)
     cache = pool.cache._replace(pages=np.zeros((1, pool.width), np.int32))
     tokens = np.zeros((1, rows), np.int32)
-    lowered = prefill_rows.lower(params, cache, tokens, one, one, config=CONFIG, policy=Dense())
+    lowered = prefill_chunk.lower(params, cache, tokens, one, one, config=CONFIG, policy=Dense())
     assert (
         lowered.compile().memory_analysis().temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(pool.cache)) / 4
     )
@@ -366,10 +356,10 @@ def test_a_tenant_ahead_of_its_share_gives_its_row_or_pages_to_another_and_answe
     for request in greedy:
         engine.submit(request)
     events = [event for _ in range(20) for event in engine.step()]
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     engine.submit(modest)
     events += engine.step()
-    lane.scheduler.served(lane._rows[0].work, 10_000)
+    lane.scheduler.served(lane._known[0], 10_000)
     events += engine.drain()
     ends = {event.id: event.generation for event in events if isinstance(event, End)}
     assert lane.preempted >= 1
@@ -378,13 +368,13 @@ def test_a_tenant_ahead_of_its_share_gives_its_row_or_pages_to_another_and_answe
         assert ends[id].tokens == alone(model, request, "own").tokens
 
 
-def first_step(model: Model, request: Request) -> Row:
-    """Run the first step of a request whose prompt takes several, and return its row."""
+def first_step(model: Model, request: Request) -> Sequence:
+    """Run the first step of a request whose prompt takes several, and return its record."""
     engine = engine_of(model)
     number = engine.submit(request)
     engine.step()
-    [lane] = engine.lanes.values()
-    return lane._rows[number]
+    lane = engine.lane
+    return lane._known[number]
 
 
 def test_a_prompt_token_is_never_counted_as_reused_twice(model):
@@ -393,22 +383,22 @@ def test_a_prompt_token_is_never_counted_as_reused_twice(model):
     row.leave()
     row.enter([], 0)
     row.take_over([3, 4], 64)
-    assert (row.ticket.reused, row.shared, row.work.position) == (64, 2, 64)
+    assert (row.reused, row.shared, row.position) == (64, 2, 64)
     row.leave()
     row.enter([], 0)
-    assert row.ticket.reused == 0
+    assert row.reused == 0
     row.take_over([5, 6], 64)
-    assert row.ticket.reused == 64
-    row.move(192)  # it computes 128 tokens itself, and finds them in the cache when it comes back
+    assert row.reused == 64
+    row.position = 192  # it computes 128 tokens itself, and finds them in the cache when it comes back
     row.leave()
     row.enter([5, 6, 7, 8, 9, 10], 192)
-    assert row.ticket.reused == 64
+    assert row.reused == 64
 
 
 def test_a_request_that_returns_asks_for_the_pages_of_its_answer_too(model):
     row = first_step(model, Request(prompt=prompt(300), max_new_tokens=100))
     assert row.need(page=32) == 11
-    row.ticket.chosen = 80
+    row.generated = 80
     assert row.need(page=32) == 13
 
 
@@ -416,7 +406,7 @@ def test_a_page_that_is_not_finite_never_reaches_the_disk(model, tmp_path):
     paging, request = replace(PAGING, spill=tmp_path), Request(prompt=prompt(250), max_new_tokens=4)
     engine = replace(model, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=paging)
     expected = run(engine, request)[0].tokens
-    [lane] = engine.lanes.values()
+    lane = engine.lane
     _, second = lane.prefix.held()[1]
     [part] = lane.pool.save([second])
     lane.pool.restore([second], [jax.tree.map(lambda x: np.full_like(x, np.nan), part)])

@@ -54,7 +54,7 @@ def test_without_lag_no_prefill_runs_ahead_of_the_host(model, lag, expected):
     pending = []
     while engine.busy:
         engine.step()
-        pending.append(len(engine.lanes[engine.policy]._sent))
+        pending.append(len(engine.lane._sent))
     assert pending == expected
 
 

@@ -38,16 +38,16 @@ works = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(works, works, st.sampled_from(["edf", "fcfs"]))
-def test_a_step_has_a_compiled_size_and_fits_the_time(prefill, decode, policy):
+def test_a_step_has_a_compiled_size_and_fits_the_time(prefill, decode, order):
     for id, each in enumerate((*prefill, *decode)):
         each.id = id
-    found = scheduler(policy=policy).chunk(5.0, prefill, decode)
+    found = scheduler(order=order).chunk(5.0, prefill, decode)
     total, left = sum(count for _, count in found), sum(-(-each.prompt_tokens // UNIT) for each in prefill)
     assert len({each.id for each, _ in found}) == len(found)
     assert all(1 <= count <= -(-each.prompt_tokens // UNIT) for each, count in found)
     assert total in (*SIZES, 0) or total == left < SIZES[-1]
-    assert total == min(left, SIZES[-1]) or policy == "edf"
-    if total > 1 and policy == "edf":
+    assert total == min(left, SIZES[-1]) or order == "edf"
+    if total > 1 and order == "edf":
         rows = [(each.position, count * UNIT) for each, count in found]
         most_s = LONE_S if len(prefill) == 1 and not decode else 0.02
         assert COSTS.step_s(rows, [each.prompt_tokens + each.generated for each in decode]) <= most_s
@@ -78,7 +78,7 @@ def test_the_most_requests_are_in_time():
 
 def test_first_come_first_served_ignores_deadlines():
     waiting = [work(1, 64, at=2.0, due=3.0), work(2, 64, at=1.0, due=9.0)]
-    assert [each.id for each in scheduler(policy="fcfs").admit(2.0, waiting)] == [2, 1]
+    assert [each.id for each in scheduler(order="fcfs").admit(2.0, waiting)] == [2, 1]
 
 
 def test_requests_get_rows_only_when_their_turn_is_near():
@@ -300,7 +300,7 @@ def test_costs_are_recovered_from_steps_and_follow_the_machine():
         ({"sizes": (4, 1)}, "ascending"),
         ({"unit": 0}, "unit=0"),
         ({"step_s": 0.0}, "step_s"),
-        ({"policy": "lifo"}, "lifo"),
+        ({"order": "lifo"}, "lifo"),
         ({"ageing": 1}, "ageing=1"),
     ],
 )

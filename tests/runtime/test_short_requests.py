@@ -45,7 +45,7 @@ class Client:
 
     def __init__(self, params, slots: int = 3):
         self.engine = Engine(params, CONFIG, POLICY, slots=slots, num_keys=1024, paging=PAGING, lag=0)
-        self.lane = self.engine._open(self.engine.policy, slots, 1024, 1024)
+        self.lane = self.engine.lane = self.engine._make_lane(slots, 1024, 1024)
         self.lane.scheduler.calibrate(COSTS, STEP_S)
         self.events: list[Event] = []
         self.seeds = count()
@@ -134,7 +134,7 @@ def test_a_request_is_not_late_for_ever_after_the_costs_change(device, params):
     client = Client(params)
     document = client.submit(DOCUMENT)
     client.step(2)
-    work = client.lane._rows[document].work
+    work = client.lane._known[document]
     scheduler = client.lane.scheduler
     alone_s = COSTS.step_s([(0, DOCUMENT)], [])
     assert scheduler.due_s(work) < work.arrived_s + 5 + 4 * alone_s or scheduler.pace > 10
@@ -184,7 +184,7 @@ def test_a_request_that_is_dropped_in_its_prefill_is_gone_after_one_step(device,
     sent = len(device.programs)
     client.step()
     assert sum(map(bool, client.lane.slots)) == rows - 1
-    assert document not in client.lane._rows
+    assert document not in client.lane._known
     assert len(client.lane.prefix.pages.active) <= (2 if beside else 0) < pages
     client.step(3)
     assert not any(due.prefill for *_, due in device.programs[sent:])

@@ -12,12 +12,12 @@ import sys
 import threading
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import browser
 import httpx2 as httpx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from live_server import KEY
@@ -25,16 +25,12 @@ from live_server import KEY
 from tessera.chat.remote import RemoteChat
 from tessera.cli import main as cli
 from tessera.generate import Interrupted
-from tessera.runtime.step import score_tokens
 from tessera.sparse.baselines import Dense
 
 
 def logprobs_of(model, tokens):
-    """Return ln p of every next token in a window, from one call without a cache."""
-    found, _ = score_tokens(
-        model.params, jnp.array([tokens]), jnp.array([len(tokens)]), config=model.config, policy=Dense()
-    )
-    return np.asarray(jax.nn.log_softmax(found[0]))
+    """Return ln p of every next token in a window, under dense attention."""
+    return np.asarray(jax.nn.log_softmax(replace(model, policy=Dense()).logits([tokens])[0]))
 
 
 # --- lm_eval

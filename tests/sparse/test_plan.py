@@ -185,6 +185,23 @@ def test_policy_errors():
 
 def test_below_the_crossover_kascade_is_dense():
     policy = Kascade.from_plan(PLAN)
-    assert policy.at_length(99) == Dense()
-    assert policy.at_length(100) is policy
-    assert Dense().at_length(5) == Dense()
+    assert [policy.at_position(n, 64) for n in (99, 100, 127, 128)] == [Dense(), Dense(), Dense(), policy]
+    assert [policy.decode_at(n, 64) for n in (127, 128)] == [Dense(), policy]
+    assert Dense().at_position(5, 64) == Dense().decode_at(5, 64) == Dense()
+
+
+def test_decode_has_a_crossover_of_its_own(tmp_path):
+    """A plan without the field is one whose decode nobody measured."""
+    for value, dense in ((None, 128), (0, 0), (40, 40), (300, 300)):
+        plan = replace(PLAN, decode_crossover=value)
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        policy = Kascade.from_plan(plan)
+        assert [policy.decode_at(n, 64) for n in (dense - 1, dense)] == [Dense() if dense else policy, policy]
+        assert policy.at_position(127, 64) == Dense()
+    raw = json.loads((tmp_path / "plan.json").read_text())
+    del raw["decode_crossover"]
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    assert Plan.load(tmp_path / "plan.json").decode_crossover is None
+    with pytest.raises(ValueError, match="decode_crossover=-1 must be from 0 to"):
+        replace(PLAN, decode_crossover=-1)

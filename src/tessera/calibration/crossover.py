@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera.runtime.step import Session
+from tessera.runtime.row_pool import RowPool
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -80,13 +80,13 @@ def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[fl
 
     The runs of the policies are interleaved.
     """
-    prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
+    prompt = np.arange(length, dtype=np.int32) % model.config.vocab_size
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
-    sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]
-    samples: list[list[float]] = [[] for _ in sessions]
+    pools = [RowPool(model.params, model.config, policy, rows=1, num_keys=size) for policy in policies]
+    samples: list[list[float]] = [[] for _ in pools]
     for _ in range(1 + REPEATS):  # the first compiles
-        for session, sample in zip(sessions, samples):
+        for pool, sample in zip(pools, samples):
             started_s = time.perf_counter()
-            jax.block_until_ready(session.prefill(prompt)[0])
+            jax.block_until_ready(pool.fill(prompt)[0])
             sample.append(1e3 * (time.perf_counter() - started_s))
     return [statistics.median(sample[1:]) for sample in samples]

@@ -1,7 +1,7 @@
 """A conversation with one model. All turns use one engine, so a turn reuses keys that earlier prefills wrote.
 
 A turn gives the same result as a cold run of the whole conversation. It therefore prefills the previous answer again,
-and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, the keys
+and reuses only keys that a prefill wrote, cut to whole units (`row_pool.RowPrefix`). Under a sparse policy, the keys
 that decode wrote differ from the keys that a prefill would write: a decode row ranks the key tiles by its own scores,
 a prefill row by the scores of its whole query tile. (In the demo model, the two differ by at least 12 % of the largest
 absolute value, from layer 3 on.)

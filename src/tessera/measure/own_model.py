@@ -18,7 +18,7 @@ from tessera.generate import load
 from tessera.measure import evidence, timing
 from tessera.measure.evidence import How, Record, What
 from tessera.measure.model_work import draw_tokens, fresh_seed, layer_densities, model_work, versus
-from tessera.runtime.step import Session
+from tessera.runtime.row_pool import RowPool
 from tessera.sparse.baselines import Dense
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -57,8 +57,8 @@ def run(
         raise ValueError(f"{lengths=} must include one within the model's context of {loaded.config.max_positions}")
     out = Path("evidence") / f"model-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
-    sessions = {  # one cache size for all lengths compiles fewer programs
-        name: Session(loaded.params, loaded.config, policy, batch=1, num_keys=max(fitting))
+    pools = {  # one cache size for all lengths compiles fewer programs
+        name: RowPool(loaded.params, loaded.config, policy, rows=1, num_keys=max(fitting))
         for name, policy in policies.items()
     }
     ceilings = timing.ceilings()
@@ -66,7 +66,7 @@ def run(
 
     def sample(name: str, number: int, length: int) -> float:
         prompt = np.array(draw_tokens(loaded.config, fresh_seed(number), length), np.int32)
-        seconds, (logits, reads[name]) = timing.time_call(sessions[name].prefill, [prompt])
+        seconds, (logits, reads[name]) = timing.time_call(pools[name].fill, prompt)
         if not np.isfinite(np.asarray(logits)).all():
             raise ValueError(f"{name} gave logits that are not finite on a timed call of {length} tokens")
         return seconds

@@ -73,12 +73,6 @@ class Cache(NamedTuple):
         return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
 
 
-def check_contiguous(cache: Cache) -> None:
-    """Raise ValueError if the cache is paged, since it then has no row per sequence to copy or enlarge."""
-    if cache.pages is not None:
-        raise ValueError("the cache is paged and has no row per sequence to copy or enlarge: share or allocate pages")
-
-
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
     """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
 

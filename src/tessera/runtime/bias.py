@@ -1,42 +1,42 @@
 """The bias of the logits: numbers that a request adds to them, and -inf for tokens that may not come next."""
 
-from collections.abc import Sequence
+from collections import abc
 
 import numpy as np
 from jaxtyping import Float
 
-from tessera.runtime.requests import Ticket
+from tessera.runtime.sequence import Sequence
 
 DEAD_END = "bias, allowed tokens, minimum length and guide leave no token: relax one of them"
 
 
-def check_bias(ticket: Ticket, vocab_size: int) -> None:
+def check_bias(sequence: Sequence, vocab_size: int) -> None:
     """Raise ValueError if a new request's `bias` or `allowed` has a wrong token, or if no first token is left."""
-    request = ticket.request
+    request = sequence.request
     for name in ("bias", "allowed"):
         wrong = [token for token in getattr(request, name) or () if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(f"{name} has token {wrong[0]}, but token ids are from 0 to {vocab_size - 1}")
-    if request.restricted and np.isneginf(own_bias(ticket, vocab_size)).all():
+    if request.restricted and np.isneginf(own_bias(sequence, vocab_size)).all():
         raise ValueError(DEAD_END)
 
 
-def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
+def bias_of(sequences: abc.Sequence[Sequence | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
     """Return the bias of each row's next token; rows without a request have none."""
     bias = np.zeros(shape, np.float32)
-    for row, ticket in zip(bias, tickets):
-        if ticket is None or not ticket.open:
+    for row, sequence in zip(bias, sequences):
+        if sequence is None or not sequence.open:
             continue
-        if ticket.guided is not None:
-            row[:] = ticket.guided
-        elif ticket.request.restricted:
-            row[:] = own_bias(ticket, len(row))
+        if sequence.guided is not None:
+            row[:] = sequence.guided
+        elif sequence.request.restricted:
+            row[:] = own_bias(sequence, len(row))
     return bias
 
 
-def own_bias(ticket: Ticket, vocab_size: int) -> Float[np.ndarray, "V"]:
+def own_bias(sequence: Sequence, vocab_size: int) -> Float[np.ndarray, "V"]:
     """Return the bias of the next token by the request's `bias`, `allowed` and `min_tokens`, without its guide."""
-    request = ticket.request
+    request = sequence.request
     bias = np.zeros(vocab_size, np.float32)
     for token, value in request.bias.items():
         bias[token] = value
@@ -44,12 +44,12 @@ def own_bias(ticket: Ticket, vocab_size: int) -> Float[np.ndarray, "V"]:
         kept = bias[request.allowed_ids]
         bias[:] = -np.inf
         bias[request.allowed_ids] = kept
-    if ticket.chosen < request.min_tokens:  # steps that run ahead of the host have been counted
-        bias[_ends(ticket, vocab_size)] = -np.inf
+    if sequence.generated < request.min_tokens:  # steps that run ahead of the host have been counted
+        bias[_ends(sequence, vocab_size)] = -np.inf
     return bias
 
 
-def guided_bias(ticket: Ticket) -> Float[np.ndarray, "V"]:
+def guided_bias(sequence: Sequence) -> Float[np.ndarray, "V"]:
     """Return the bias of the next token by the request and its guide.
 
     A guide that allows an end-of-sequence token and no other token that the request allows ends the answer.
@@ -57,17 +57,17 @@ def guided_bias(ticket: Ticket) -> Float[np.ndarray, "V"]:
     Raises:
         ValueError: no token is left, or the guide raises it.
     """
-    allowed = ticket.guide.allowed()
-    bias = own_bias(ticket, len(allowed))
+    allowed = sequence.guide.allowed()
+    bias = own_bias(sequence, len(allowed))
     bias[~allowed] = -np.inf
     if np.isneginf(bias).all():
-        ends = [token for token in _ends(ticket, len(allowed)) if allowed[token]]
+        ends = [token for token in _ends(sequence, len(allowed)) if allowed[token]]
         if not ends:
             raise ValueError(DEAD_END)
         bias[ends] = 0
     return bias
 
 
-def _ends(ticket: Ticket, vocab_size: int) -> list[int]:
+def _ends(sequence: Sequence, vocab_size: int) -> list[int]:
     """Return the tokens that end the answer; a model's files may name some outside its vocabulary."""
-    return [token for token in ticket.answer.eos_ids if token < vocab_size]
+    return [token for token in sequence.answer.eos_ids if token < vocab_size]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import abc
 from functools import lru_cache, reduce
 from operator import or_
 from typing import NamedTuple
@@ -17,8 +17,9 @@ from tessera.core.mesh import put
 from tessera.models.layers import Params
 from tessera.runtime.bias import bias_of, guided_bias
 from tessera.runtime.prompt_scores import prompt_tokens
-from tessera.runtime.requests import End, Event, Failure, Ticket, Token, explain_not_finite
+from tessera.runtime.requests import End, Event, Failure, Token, explain_not_finite
 from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, fold_seed, token_counts
+from tessera.runtime.sequence import Sequence
 from tessera.sparse.contract import Reads
 
 NEUTRAL = Sampling()
@@ -29,29 +30,29 @@ class Pending(NamedTuple):
     """A step that the device may still be computing. `rows` has one pair (row in the arrays, request) per request."""
 
     choice: Choice
-    reads: Sequence[Reads]
-    rows: Sequence[tuple[int, Ticket]]
+    reads: abc.Sequence[Reads]
+    rows: abc.Sequence[tuple[int, Sequence]]
 
 
-def pick(scores: Float[Array, "B V"], counts: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
+def pick(scores: Float[Array, "B V"], counts: Array | None, sequences: abc.Sequence[Sequence | None]) -> Choice:
     """Choose one token per row by its request's sampling, seed and step.
 
     A row without a request gets an arbitrary token.
     """
-    samplings = tuple(NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets)
-    method = reduce(or_, {ticket.request.method for ticket in tickets if ticket is not None}, NEUTRAL.method)
+    samplings = tuple(NEUTRAL if each is None else each.request.sampling for each in sequences)
+    method = reduce(or_, {each.request.method for each in sequences if each is not None}, NEUTRAL.method)
     values = values_of(samplings, scores.shape[1])
-    seeds = np.array([0 if ticket is None else fold_seed(ticket.request.seed) for ticket in tickets], np.uint32)
-    steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
-    bias = bias_of(tickets, scores.shape) if method.extra else None
+    seeds = np.array([0 if each is None else fold_seed(each.request.seed) for each in sequences], np.uint32)
+    steps = np.array([0 if each is None else each.generated for each in sequences], np.int32)
+    bias = bias_of(sequences, scores.shape) if method.extra else None
     return choose(scores, counts if method.penalised else None, seeds, steps, values, bias, method=method)
 
 
-def counts_of(tickets: Sequence[Ticket], vocab_size: int, mesh: Mesh | None) -> Int32[Array, "B V"] | None:
+def counts_of(sequences: abc.Sequence[Sequence], vocab_size: int, mesh: Mesh | None) -> Int32[Array, "B V"] | None:
     """Return the `token_counts` of prompts and answers as the host knows them; None if no request has a penalty."""
-    if not any(ticket.request.method.penalised for ticket in tickets):
+    if not any(each.request.method.penalised for each in sequences):
         return None
-    prompts, answers = zip(*((ticket.request.prompt, ticket.answer.tokens) for ticket in tickets))
+    prompts, answers = zip(*((each.request.prompt, each.answer.tokens) for each in sequences))
     return put(token_counts(prompts, answers, vocab_size), mesh)
 
 
@@ -64,7 +65,7 @@ def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
     return found
 
 
-def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket]]:
+def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Sequence]]:
     """Wait for one step and add its tokens to the answers of its requests.
 
     Returns:
@@ -75,52 +76,52 @@ def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Ticket
     reads = [tuple(np.asarray(part, np.float64) for part in call) for call in pending.reads]
     now_s, reason = time.perf_counter(), ""
     events: list[Event] = []
-    broken: list[Ticket] = []
-    for row, ticket in pending.rows:
-        if not ticket.open:
+    broken: list[Sequence] = []
+    for row, sequence in pending.rows:
+        if not sequence.open:
             continue
         token, logprob = int(tokens[row]), float(logprobs[row])
         if not math.isfinite(logprob):
-            broken.append(ticket)
+            broken.append(sequence)
             reason = reason or explain_not_finite(params)
-            events.append(fail(ticket, ValueError(reason)))
+            events.append(fail(sequence, ValueError(reason)))
             continue
-        count_reads(ticket, reads, row)
-        piece = ticket.answer.push(token, logprob, now_s)
-        count = ticket.request.top_logprobs
+        count_reads(sequence, reads, row)
+        piece = sequence.answer.push(token, logprob, now_s)
+        count = sequence.request.top_logprobs
         top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()
-        events.append(Token(ticket.id, token, logprob, piece, top))
-        if ticket.answer.done:
-            events.append(_end(ticket))
-        elif ticket.guide is not None:
+        events.append(Token(sequence.id, token, logprob, piece, top))
+        if sequence.answer.done:
+            events.append(_end(sequence))
+        elif sequence.guide is not None:
             try:
-                ticket.guide.push(token)
-                ticket.guided = guided_bias(ticket)
+                sequence.guide.push(token)
+                sequence.guided = guided_bias(sequence)
             except ValueError as error:
-                events.append(fail(ticket, error))
+                events.append(fail(sequence, error))
     return events, broken
 
 
-def _end(ticket: Ticket) -> End:
-    prompt, ranks = ticket.request.prompt, ticket.request.prompt_logprobs
-    scored = () if ranks is None else prompt_tokens(ticket.id, prompt, ticket.scored, ranks)
-    return End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused, scored)
+def _end(sequence: Sequence) -> End:
+    prompt, ranks = sequence.request.prompt, sequence.request.prompt_logprobs
+    scored = () if ranks is None else prompt_tokens(sequence.id, prompt, sequence.scored, ranks)
+    return End(sequence.id, sequence.answer.generation(sequence.arrived_s), sequence.reused, scored)
 
 
-def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:
+def count_reads(sequence: Sequence, reads: abc.Sequence[Reads], row: int) -> None:
     """Add the key counts of one row, from one or more calls, to the request's answer."""
     if reads:
         read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
-        ticket.answer.count(read_L, visible_L)
+        sequence.answer.count(read_L, visible_L)
 
 
-def fail(ticket: Ticket, error: Exception) -> Failure:
+def fail(sequence: Sequence, error: Exception) -> Failure:
     """Mark a request as dropped and return its Failure event."""
-    ticket.dropped = True
-    return Failure(ticket.id, error)
+    sequence.dropped = True
+    return Failure(sequence.id, error)
 
 
-def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
+def warm_choices(methods: abc.Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
     """Run the sampling program of every method once; return the number of programs."""
     scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
     counts = put(np.zeros((batch, vocab_size), np.int32), mesh)

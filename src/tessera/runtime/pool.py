@@ -1,38 +1,38 @@
-"""The pool that holds the keys and values of many sequences in pages, and the programs that fill and read it.
+"""The pool that holds the keys and values of many sequences, and the programs that fill and read it.
 
 One kind of program prefills the next tokens of one sequence; the other kind decodes one token for each of a few
-sequences. Both take the sequences' page numbers as an argument. The same program thus runs wherever the pages of a
-sequence are, and however many other sequences are in the pool.
+sequences. A pool has one of two layouts. Here, sequences have pages anywhere in the pool, and programs take the
+sequences' page numbers as an argument: the same program runs wherever the pages of a sequence are, and however many
+other sequences are in the pool. In `row_pool.RowPool`, each sequence has one contiguous row.
 
-The policy of a token depends only on its position (`Policy.at_position`). The keys in a page therefore depend only on
-the model, the policy and the tokens up to the end of the page, and sequences that begin alike can share pages.
+The policy of a token depends only on its position and on whether prefill or decode runs it (`Policy.at_position`,
+`Policy.decode_at`). The keys in a page therefore depend only on the model, the policy and the tokens up to the end of
+the page, and sequences that begin alike can share pages.
 """
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention.contract import Positions
 from tessera.core.files import sources
-from tessera.core.mesh import keep, mesh_of, num_stripes, program, put
+from tessera.core.mesh import mesh_of, num_stripes, put
 from tessera.core.shapes import ceil_div, round_up
-from tessera.models.cache import Cache, keep_split
+from tessera.models.cache import Cache
 from tessera.models.config import ModelConfig
-from tessera.models.decoder import forward
 from tessera.models.files.checkpoint import fingerprint
 from tessera.models.layers import Params
 from tessera.models.pages import NULL, page_table
 from tessera.runtime.prefix import salt
 from tessera.runtime.prompt_scores import RowScores, score_prompt_rows
-from tessera.runtime.step import allocate, decode_token, read_head
+from tessera.runtime.scheduler import Order
+from tessera.runtime.step import Rows, allocate, decode_token, prefill_chunk, read_head, read_page, write_page
 from tessera.sparse.contract import Policy, Reads
 
 
@@ -78,162 +78,103 @@ class Paging:
             raise ValueError(f"unit={self.unit} must be a multiple of the policy's query tile {policy.query_tile}")
 
 
-class Rows(NamedTuple):
-    """Hidden states of a prefill: those of its last token, which predict the next token, and those of all its rows."""
+class Pool(ABC):
+    """Keys and values of many sequences on the device; subclasses lay them out.
 
-    last: Float[Array, "1 D"]
-    hidden: Float[Array, "T D"]
-
-
-@program(static_argnames=("config", "policy"), donate_argnames="cache")
-def prefill_rows(
-    params: Params,
-    cache: Cache,
-    tokens_BT: Int32[Array, "1 T"],
-    q_start_B: Int32[Array, "1"],
-    q_len_B: Int32[Array, "1"],
-    *,
-    config: ModelConfig,
-    policy: Policy,
-) -> tuple[Cache, Rows, Reads | None]:
-    """Prefill `q_len_B` tokens of one sequence from position `q_start_B` on; the rest of the T rows is padding.
-
-    Return the cache, the hidden states and the key counts, which are None if the policy does not count.
-    """
-    positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
-    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
-    row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
-    last = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
-    return keep_split(cache), *keep((Rows(last, hidden[0]), policy.reads(state)))
-
-
-@program()
-def read_page(cache: Cache, page: Int32[Array, ""]) -> Cache:
-    """Return a copy of one page of a pool."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, page, x.ndim - 4, keepdims=False), cache)
-
-
-@program(donate_argnames="cache")
-def write_page(cache: Cache, part: Cache, page: Int32[Array, ""]) -> Cache:
-    """Overwrite one page of a pool with `part`, a page that `read_page` copied."""
-    new = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, page, x.ndim - 4), cache, part)
-    return keep_split(new)
-
-
-class Pool:
-    """Keys and values in pages, on the device.
-
-    Args:
-        params, config, policy: the model's weights, config and attention policy.
-        context: maximum number of positions of a sequence.
-        paging: sizes of the pool and of its programs.
-        cache: dtype of keys and values: "int8", or None for the dtype of the weights.
-
-    Raises:
-        ValueError: `paging` does not fit the policy, or the mesh splits sequences over devices.
+    Attributes:
+        unit: prefills start at multiples of `unit` positions.
+        sizes: numbers of rows of the prefill programs: descending multiples of `unit`, of which the last is `unit`.
+        batches: numbers of sequences of the decode programs, ascending.
+        page: positions per page.
+        width: maximum pages of a sequence.
+        order: order in which a lane over this pool prefills requests (`Scheduler`).
+        stripe: positions per stripe, if devices share every sequence's keys (`attention.context`); else None.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        policy: Policy,
-        *,
-        context: int,
-        paging: Paging,
-        cache: str | None = None,
-    ):
-        paging.check(policy)
-        self.params, self.config, self.policy, self.paging = params, config, policy, paging
+    unit: int
+    sizes: tuple[int, ...]
+    batches: tuple[int, ...]
+    page: int
+    width: int
+    order: Order
+    stripe: int | None = None
+
+    def __init__(self, params: Params, config: ModelConfig, policy: Policy):
+        self.params, self.config, self.policy = params, config, policy
         self.mesh, self.dtype = mesh_of(params), str(params.embed.dtype)
-        if num_stripes(self.mesh) > 1:
-            raise ValueError(
-                f"the mesh axis `context` has {num_stripes(self.mesh)} devices, but a page cannot be split over them: "
-                "use a mesh that splits only heads, such as 4x1"
-            )
-        self.width = ceil_div(round_up(context, paging.unit), paging.page)
-        self.cache = allocate(
-            self.mesh,
-            config=config,
-            batch=paging.num_pages,
-            num_keys=paging.page,
-            dtype=cache or self.dtype,
-            stacked=not isinstance(params.layers, tuple),
-        )
-
-    def salt(self) -> bytes:
-        """Return a digest of everything except tokens on which the contents of a page depend."""
-        return salt(
-            weights=fingerprint(self.params, self.config),
-            plan=repr(self.policy),
-            dtype=f"{self.dtype} {jax.tree.leaves(self.cache)[0].dtype}",
-            unit=self.paging.unit,
-            crossover=self.boundary(0, self.width * self.paging.page),
-            # `dispatch` chooses kernels and their configs by the device, the sizes and the tables among the sources.
-            kernels={"device": jax.devices()[0].device_kind, "rows": str(self.paging.sizes), "keys": str(self.width)},
-            code=f"{sources()} jax {jax.__version__}",
-        )
-
-    def policy_at(self, position: int) -> Policy:
-        """Return the policy of the token at a position."""
-        return self.policy.at_position(position, self.paging.unit)
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
-        """All policies that tokens of a sequence can have: one, or two if the context passes the cross-over."""
-        return tuple(dict.fromkeys(self.policy_at(n) for n in (0, self.width * self.paging.page - 1)))
+    def context(self) -> int:
+        """Maximum number of positions of a sequence."""
+        return self.width * self.page
+
+    def policy_at(self, position: int) -> Policy:
+        """Return the policy under which prefill runs the token at a position."""
+        return self.policy.at_position(position, self.unit)
+
+    def decode_policy_at(self, position: int) -> Policy:
+        """Return the policy under which decode runs the token at a position."""
+        return self.policy.decode_at(position, self.unit)
 
     def boundary(self, position: int, end: int) -> int:
         """Return the first position after `position` and before `end` where another policy begins, or `end`."""
-        policy, unit = self.policy_at(position), self.paging.unit
+        policy, unit = self.policy_at(position), self.unit
         starts = range(position - position % unit + unit, end, unit)
         return next((start for start in starts if self.policy_at(start) != policy), end)
 
-    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int) -> tuple[Rows, Reads | None]:
+    @abstractmethod
+    def size_for(self, start: int, left: int, room: int) -> int:
+        """Return the number of rows of the program that prefills next.
+
+        Args:
+            start: position of the first row.
+            left: number of tokens up to the end of the prompt or the next boundary.
+            room: maximum number of rows, unless the smallest program has more.
+        """
+
+    @abstractmethod
+    def require(self, num_keys: int, num_tokens: int) -> None:
+        """Make sure that a request of `num_keys` keys and a prompt of `num_tokens` tokens fits into the empty pool.
+
+        Raises:
+            MemoryError: it does not.
+        """
+
+    @abstractmethod
+    def prefill(
+        self, tokens: Sequence[int], start: int, pages: Sequence[int], size: int, policy: Policy | None = None
+    ) -> tuple[Rows, Reads | None]:
         """Prefill tokens of one sequence and write their keys and values; return hidden states and key counts.
 
         Args:
             tokens: at most `size` tokens, all of which have the same policy.
-            start: position of the first token, a multiple of `Paging.unit`.
+            start: position of the first token, a multiple of `unit`.
             pages: all pages of the sequence in order of position, with room for the tokens.
-            size: number of rows of the program: one of `Paging.sizes`.
+            size: number of rows of the program: one of `sizes`.
+            policy: None takes the policy of the position.
         """
-        padded = np.zeros((1, size), np.int32)
-        padded[0, : len(tokens)] = tokens
-        self.cache, rows, reads = prefill_rows(
-            self.params,
-            self._paged([pages]),
-            padded,
-            np.array([start], np.int32),
-            np.array([len(tokens)], np.int32),
-            config=self.config,
-            policy=self.policy_at(start),
-        )
-        self._strip()
-        return rows, reads
 
+    @abstractmethod
+    def seats(self, pages: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+        """Return the batch of the program that decodes sequences with these pages, and each sequence's index in it."""
+
+    @abstractmethod
     def decode(
-        self, policy: Policy, token_B: Array, position_B: Sequence[int], pages: Sequence[Sequence[int]]
+        self, policy: Policy, token_B: Array, position: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
         """Feed one token to each of `len(pages)` sequences; return next-token logits and key counts.
 
-        The first `len(pages)` entries of `token_B` are the tokens, and `position_B` has their positions. The rest of
-        the batch is padding.
+        `position` has the tokens' positions. The tokens are in `token_B` at the sequences' `seats`; the rest of the
+        batch is padding.
         """
-        batch, count = token_B.shape[0], len(pages)
-        position = np.zeros(batch, np.int32)
-        position[:count] = position_B
-        self.cache, out, reads = decode_token(
-            self.params,
-            self._paged([*pages, *[()] * (batch - count)]),
-            token_B,
-            position,
-            np.arange(batch) < count,
-            config=self.config,
-            policy=policy,
-        )
-        self._strip()
-        return out, [] if reads is None else [reads]
+
+    @abstractmethod
+    def save(self, pages: Sequence[int]) -> list[Cache]:
+        """Copy pages to the host."""
+
+    @abstractmethod
+    def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
+        """Overwrite pages with the copies that `save` returned, in the same order."""
 
     def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
         """Compute next-token logits from the hidden state of the last token of a prefill."""
@@ -245,46 +186,166 @@ class Pool:
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
         """Return the steps to time for `LinearCosts.fit`, each as the arguments (prefill, decode) of `Costs.step_s`."""
-        last = self.width * self.paging.page
-        prefills = [[(start, size)] for size in self.paging.sizes for start in dict.fromkeys((0, last - size))]
-        decodes = [[keys] * batch for batch in self.paging.batches for keys in dict.fromkeys((1, last))]
+        prefills = [[(start, size)] for size in self.sizes for start in dict.fromkeys((0, self.context - size))]
+        decodes = [[keys] * batch for batch in self.batches for keys in dict.fromkeys((1, self.context))]
         return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
 
     def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Run a step on the null page and return its seconds; the arguments are as in `Costs.step_s`."""
+        """Run a step without sequences and return its seconds; the arguments are as in `Costs.step_s`."""
         began_s = time.perf_counter()
         for start, size in prefill:
             self.prefill([0] * size, start, [], size)
         if decode:
             token = put(np.zeros(len(decode), np.int32), self.mesh)
-            self.decode(self.policy_at(decode[0] - 1), token, [keys - 1 for keys in decode], [[]] * len(decode))
+            policy = self.decode_policy_at(decode[0] - 1)
+            self.decode(policy, token, [keys - 1 for keys in decode], [[]] * len(decode))
         jax.block_until_ready(self.cache)
         return time.perf_counter() - began_s
 
-    def save(self, pages: Sequence[int]) -> list[Cache]:
-        """Copy pages to the host."""
+    def warm(self, *, scores: bool = True) -> int:
+        """Run every program once, without sequences; return the number of programs.
+
+        With `scores`, include the programs that score prompts.
+        """
+        count = 0
+        for policy, start in self._each_policy(self.policy_at):
+            for size in self.sizes:
+                if start + self.unit <= self.context and size <= self.context:
+                    rows, _ = self.prefill([], min(start, self.context - size), [], size, policy)
+                    count += 1
+                    if scores:
+                        self.score(rows, np.zeros(size, np.int32))
+        count += len(self.sizes) if scores else 0
+        for policy, _ in self._each_policy(self.decode_policy_at):
+            for batch in self.batches:
+                self.decode(policy, put(np.zeros(batch, np.int32), self.mesh), [], [])
+            count += len(self.batches)
+        self.scores(rows.last)
+        count += 1 + self._warm_copies()
+        jax.block_until_ready(self.cache)
+        return count
+
+    def _warm_copies(self) -> int:
+        self.restore([NULL], self.save([NULL]))
+        return 2
+
+    def _each_policy(self, policy_at) -> Iterator[tuple[Policy, int]]:
+        """Yield each policy that a sequence can have, with a position that has it."""
+        last = self.context - self.unit
+        yield from {policy_at(start): start for start in (last, 0)}.items()
+
+
+class PagePool(Pool):
+    """Keys and values in pages.
+
+    Args:
+        params, config, policy: the model's weights, config and attention policy.
+        context: maximum number of positions of a sequence.
+        paging: sizes of the pool and of its programs.
+        kv_dtype: dtype of keys and values: "int8", or None for the dtype of the weights.
+
+    Raises:
+        ValueError: `paging` does not fit the policy, or the mesh splits sequences over devices.
+    """
+
+    order = "edf"
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        policy: Policy,
+        *,
+        context: int,
+        paging: Paging,
+        kv_dtype: str | None = None,
+    ):
+        super().__init__(params, config, policy)
+        paging.check(policy)
+        self.paging = paging
+        self.unit, self.sizes, self.batches, self.page = paging.unit, paging.sizes, paging.batches, paging.page
+        if num_stripes(self.mesh) > 1:
+            raise ValueError(
+                f"the mesh axis `context` has {num_stripes(self.mesh)} devices, but a page cannot be split over them: "
+                "use a mesh that splits only heads, such as 4x1"
+            )
+        self.width = ceil_div(round_up(context, paging.unit), paging.page)
+        self.cache = allocate(
+            self.mesh,
+            config=config,
+            batch=paging.num_pages,
+            num_keys=paging.page,
+            dtype=kv_dtype or self.dtype,
+            stacked=not isinstance(params.layers, tuple),
+        )
+
+    def salt(self) -> bytes:
+        """Return a digest of everything except tokens on which the contents of a page depend."""
+        return salt(
+            weights=fingerprint(self.params, self.config),
+            plan=repr(self.policy),
+            dtype=f"{self.dtype} {jax.tree.leaves(self.cache)[0].dtype}",
+            unit=self.unit,
+            crossover=self.boundary(0, self.context),
+            # `dispatch` chooses kernels and their configs by the device, the sizes and the tables among the sources.
+            kernels={"device": jax.devices()[0].device_kind, "rows": str(self.sizes), "keys": str(self.width)},
+            code=f"{sources()} jax {jax.__version__}",
+        )
+
+    def size_for(self, start: int, left: int, room: int) -> int:
+        return next((size for size in self.sizes if size <= room and size < 2 * left), self.unit)
+
+    def require(self, num_keys: int, num_tokens: int) -> None:
+        size = self.paging.num_pages - 1
+        need = ceil_div(num_keys, self.page)
+        if need <= size and need <= self.width:
+            return
+        cause = "pages" if size < self.width else "keys per request"
+        raise MemoryError(
+            f"prompt and answer need {num_keys} keys, but a request may have {min(size, self.width) * self.page}: "
+            f"shorten one of them, or allow more {cause}"
+        )
+
+    def prefill(self, tokens, start, pages, size, policy=None):
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        self.cache, rows, reads = prefill_chunk(
+            self.params,
+            self._paged([pages]),
+            padded,
+            np.array([start], np.int32),
+            np.array([len(tokens)], np.int32),
+            config=self.config,
+            policy=policy or self.policy_at(start),
+        )
+        self._strip()
+        return rows, reads
+
+    def seats(self, pages):
+        return next(size for size in self.batches if size >= len(pages)), list(range(len(pages)))
+
+    def decode(self, policy, token_B, position, pages):
+        batch, count = token_B.shape[0], len(pages)
+        position_B = np.zeros(batch, np.int32)
+        position_B[:count] = position
+        self.cache, out, reads = decode_token(
+            self.params,
+            self._paged([*pages, *[()] * (batch - count)]),
+            token_B,
+            position_B,
+            np.arange(batch) < count,
+            config=self.config,
+            policy=policy,
+        )
+        self._strip()
+        return out, [] if reads is None else [reads]
+
+    def save(self, pages):
         return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
 
-    def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
-        """Overwrite pages with the copies that `save` returned, in the same order."""
+    def restore(self, pages, saved):
         for page, part in zip(pages, saved, strict=True):
             self.cache = write_page(self.cache, part, np.int32(page))
-
-    def warm(self) -> int:
-        """Run every program once, on the null page; return the number of programs."""
-        count = 0
-        for policy in self.policies:
-            start = 0 if policy == self.policy_at(0) else self.width * self.paging.page - self.paging.unit
-            for size in self.paging.sizes:
-                rows, _ = self.prefill([], start, [], size)
-                self.score(rows, np.zeros(size, np.int32))
-            for batch in self.paging.batches:
-                self.decode(policy, put(np.zeros(batch, np.int32), self.mesh), [], [])
-            count += len(self.paging.sizes) + len(self.paging.batches)
-        self.scores(rows.last)
-        self.restore([NULL], self.save([NULL]))
-        jax.block_until_ready(self.cache)
-        return count + len(self.paging.sizes) + 3
 
     def _paged(self, rows: Sequence[Sequence[int]]) -> Cache:
         return self.cache._replace(pages=put(page_table(rows, self.width), self.mesh))

@@ -105,6 +105,11 @@ class Prefix:
         self._withdrawn: dict[int, bytes] = {}  # hashes of bad pages that may still be in use
 
     @property
+    def block(self) -> int:
+        """Number of positions per hash."""
+        return self.pages.page
+
+    @property
     def num_cached(self) -> int:
         """Number of pages that no sequence uses and whose contents are kept."""
         return len(self.pages.cached)
@@ -159,6 +164,14 @@ class Prefix:
         self.query_tokens += len(hashes) * self.pages.page
         self.hit_tokens += len(run) * self.pages.page
         return run
+
+    def positions(self, matched: Sequence[int]) -> int:
+        """Return the number of positions whose keys are in pages that `match` returned."""
+        return len(matched) * self.pages.page
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove one user from each page; see `Pages.release`."""
+        self.pages.release(pages)
 
     def publish(self, hash: bytes, parent: bytes | None, page: int) -> int:
         """Publish a page that prefill wrote in full, and return the page that the caller uses from now on.

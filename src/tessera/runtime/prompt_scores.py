@@ -42,7 +42,7 @@ class RowScores(NamedTuple):
 
 
 @program()
-def score_prompt_rows(params: Params, hidden_TD: Float[Array, "T D"], next_T: Int32[Array, "rows"]) -> RowScores:
+def score_prompt_rows(params: Params, hidden_1TD: Float[Array, "1 T D"], next_T: Int32[Array, "rows"]) -> RowScores:
     """Score the tokens `next_T`, each of which follows one row of a prefill."""
 
     def score(block: tuple[Array, Array]) -> RowScores:
@@ -54,7 +54,7 @@ def score_prompt_rows(params: Params, hidden_TD: Float[Array, "T D"], next_T: In
         return RowScores(own[:, 0], ids.astype(jnp.int32), best - total)
 
     size = gcd(BLOCK, len(next_T))
-    blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (hidden_TD, next_T))
+    blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (hidden_1TD[0], next_T))
     return keep(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(score, blocks)))
 
 

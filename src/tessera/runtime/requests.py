@@ -1,34 +1,21 @@
 """The input and output of an engine: requests and events."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.runtime.answers import Answer, Generation
+from tessera.runtime.answers import Generation
 from tessera.runtime.limits import RANKS
 from tessera.runtime.sampling import Method, Sampling, check_seed
-from tessera.sparse.contract import Reads
-
-
-class Held(NamedTuple):
-    """A prefix whose keys an engine holds; see `Engine.hold`.
-
-    Attributes:
-        num_tokens: length of the prefix, a multiple of the smallest chunk.
-        reads: key counts of the prefix's prefill.
-    """
-
-    num_tokens: int
-    reads: Sequence[Reads]
 
 
 class Guide(Protocol):
@@ -63,20 +50,17 @@ class Request:
         top_logprobs: number of best tokens to report per step, at most `limits.RANKS`.
         prompt_logprobs: number of best tokens to report per position of the prompt, at most `limits.RANKS`, together
             with the probability of the prompt's own token; None reports neither. Such a request reuses no cached keys,
-            because every row of its prompt must be computed. Needs an engine with pages.
+            because every row of its prompt must be computed.
         guide: function that makes the Guide of the answer; None restricts nothing. While a request with a guide runs,
             no decode step runs ahead of the host.
         tenant: name of the user or group that the request is charged to. Tenants get equal parts of rows and time, and
-            never share keys. Ignored by an engine without pages.
+            never share keys.
         deadline_s: seconds from the start of the request until its first token is due. None leaves it to the scheduler
-            (`Scheduler.due_s`). Ignored by an engine without pages.
+            (`Scheduler.due_s`). Ignored by an engine without pages, which prefills in order of arrival.
         ends: ids of further tokens that end the answer, even with `ignore_eos`.
         ignore_eos: whether the answer goes on after an end-of-sequence token, as tools that measure speed want.
         shown: ids of special tokens whose names stay in the answer's text, such as marks of tool calls; the text leaves
             out the names of all others.
-        held: result of `Engine.hold`. The request reuses at most the keys of this prefix, and the keys that were read
-            when the prefix was prefilled count as read by the request. None reuses the longest prefix whose keys are
-            still in the cache.
     """
 
     prompt: Sequence[int]
@@ -95,7 +79,6 @@ class Request:
     ends: tuple[int, ...] = ()
     ignore_eos: bool = False
     shown: frozenset[int] = frozenset()
-    held: Held | None = None
 
     @cached_property
     def method(self) -> Method:
@@ -168,7 +151,7 @@ Event = Token | End | Failure
 
 
 class PoolState(NamedTuple):
-    """How full an engine's pool of pages is.
+    """How full an engine's pool is.
 
     Attributes:
         usage: fraction of the pages that are in use; pages that are only cached do not count.
@@ -179,47 +162,6 @@ class PoolState(NamedTuple):
     usage: float
     cached: float
     preempted: int
-
-
-@dataclass(kw_only=True, eq=False)
-class Ticket:
-    """A request inside an engine.
-
-    Attributes:
-        row: index of the request's row in its lane.
-        reused: number of prompt tokens whose keys were in the cache.
-        position: number of prompt tokens that are computed, as far as the host knows.
-        chosen: number of tokens that the device was asked to choose; the host may have read fewer.
-        dropped: whether the request was cancelled or failed.
-        scored: `prompt_scores.RowScores` of the prompt's tokens, by the first position of each prefill call.
-        guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
-        guided: bias of the next token's logits (`bias.guided_bias`), if there is a guide.
-    """
-
-    id: int
-    request: Request
-    answer: Answer
-    started_s: float
-    scored: dict[int, Any] = field(default_factory=dict)
-    guide: Guide | None = None
-    guided: Float[np.ndarray, "V"] | None = None
-    row: int = 0
-    reused: int = 0
-    position: int = 0
-    chosen: int = 0
-    dropped: bool = False
-
-    @property
-    def open(self) -> bool:
-        """Whether the request is unfinished: not complete, cancelled or failed."""
-        return not (self.dropped or self.answer.done)
-
-    @property
-    def prefilled(self) -> tuple[int, int]:
-        """Numbers of prompt tokens prefilled so far and to prefill in total. Reused tokens count in neither."""
-        total = self.answer.prompt_tokens - self.reused
-        done = total if self.answer.tokens or not self.open else self.position - self.reused
-        return min(max(done, 0), total), total
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:

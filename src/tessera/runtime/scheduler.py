@@ -40,7 +40,7 @@ from typing import Literal, get_args
 from tessera.core.shapes import ceil_div
 from tessera.runtime.costs import Costs, LinearCosts
 
-Policy = Literal["edf", "fcfs"]
+Order = Literal["edf", "fcfs"]
 
 GRACE_S, SLACK = 1.0, 2.0
 """A first token is due after GRACE_S seconds plus SLACK times the predicted seconds that the request needs alone."""
@@ -60,7 +60,7 @@ MOST = 4
 
 @dataclass(eq=False, kw_only=True)
 class Work:
-    """A request as the scheduler sees it; the caller updates `position` and `generated`.
+    """A request as the scheduler sees it; the caller updates `position` and `generated`. The engine's is a `Sequence`.
 
     Attributes:
         id: unique number, which breaks ties.
@@ -91,7 +91,7 @@ class Scheduler:
         sizes: numbers of segments that the compiled prefill programs take, ascending.
         step_s: maximum predicted seconds of a step, except for a prompt that no other request waits for. Both times are
             those by `costs`, before the pace.
-        policy: "edf" (earliest deadline first) is the rule that the module describes. "fcfs" is for comparison: first
+        order: "edf" (earliest deadline first) is the rule that the module describes. "fcfs" is for comparison: first
             come, first served, always with the largest size.
         ageing: in every `ageing`-th decision with a late request, the oldest late request goes first; at least 2.
         patience: maximum number of consecutive steps without prefill while a prompt waits for prefill.
@@ -112,13 +112,13 @@ class Scheduler:
         unit: int,
         sizes: Sequence[int],
         step_s: float,
-        policy: Policy = "edf",
+        order: Order = "edf",
         ageing: int = 16,
         patience: int = 4,
         burst: int = 1 << 20,
     ):
-        if policy not in get_args(Policy):
-            raise ValueError(f"{policy=} must be one of {', '.join(get_args(Policy))}")
+        if order not in get_args(Order):
+            raise ValueError(f"{order=} must be one of {', '.join(get_args(Order))}")
         if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"{sizes=} must be ascending numbers of segments, each at least 1")
         for name, value, least in (("unit", unit, 1), ("ageing", ageing, 2), ("patience", patience, 0)):
@@ -126,7 +126,7 @@ class Scheduler:
                 raise ValueError(f"{name}={value} must be at least {least}")
         if not step_s > 0 or burst < 1:
             raise ValueError(f"{step_s=} must be positive and {burst=} at least 1")
-        self.costs, self.unit, self.sizes, self.step_s, self.policy = costs, unit, tuple(sizes), step_s, policy
+        self.costs, self.unit, self.sizes, self.step_s, self.order = costs, unit, tuple(sizes), step_s, order
         self.ageing, self.patience, self.burst = ageing, patience, burst
         self._served: dict[str, float] = {}  # virtual times
         self._share = 0.0  # the virtual time of a tenant that gets its equal part
@@ -198,7 +198,7 @@ class Scheduler:
             left -= count
             if not left:
                 break
-        if self.policy == "edf":
+        if self.order == "edf":
             lone_s = LONE_S / self.pace if len(prefill) + len(decode) + waiting == 1 else 0.0
             keys = [work.prompt_tokens + work.generated for work in decode]
             shares = self._within(shares, keys, max(self.step_s, lone_s))
@@ -219,7 +219,7 @@ class Scheduler:
         inside, left = {id(work) for work in prefill}, HORIZON * self.sizes[-1]
         found = []
         for work in self._order("admit", now_s, both):
-            if left <= 0 and self.policy == "edf":
+            if left <= 0 and self.order == "edf":
                 break
             left -= self._segments(work)
             if id(work) not in inside:
@@ -300,7 +300,7 @@ class Scheduler:
         Requests that the module's two exceptions let go first are the first of their level. `name` says whether this
         is a decision of `admit` or of `chunk`; the exceptions count the decisions of the two separately.
         """
-        if self.policy == "fcfs":
+        if self.order == "fcfs":
             return sorted(works, key=lambda work: (work.arrived_s, work.id))
         ahead = {tenant: self._level(tenant) for tenant in {work.tenant for work in works}}
         levels: dict[int, list[Work]] = {}

@@ -1,15 +1,17 @@
 """Run text through the decoder in chunks of whole query tiles, and score the next-token predictions.
 
-Each window of text runs under a policy with a separate cache. Each chunk yields its hidden states and its notes: the
-policy's final state, from which `policy.reads` counts keys. The output head then processes rows in blocks of ROWS, so
-its memory is ROWS x vocabulary. Row t predicts the next token x with probabilities p under dense attention and p' under
-the policy:
+Each window of text runs under a policy with a separate cache. As in generation, each row's policy depends on the row's
+position (`Policy.at_position`), and a chunk ends where another policy begins. Each chunk yields its hidden states and
+its notes: the policy's final state, from which `Chunk.reads` counts keys. The output head then processes rows in blocks
+of ROWS, so its memory is ROWS x vocabulary. Row t predicts the next token x with probabilities p under dense attention
+and p' under the policy:
 
     loss = -ln p'(x)        KL = sum over tokens v of p(v) (ln p(v) - ln p'(v))
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import lcm
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,7 @@ from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
 from tessera.runtime.compilation import CHUNK_UNIT
 from tessera.runtime.step import allocate
-from tessera.sparse.contract import Policy
+from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 512
 """Maximum number of rows per call, unless the query tile is larger. It is smaller than in generation (`step.CHUNK`),
@@ -50,12 +52,19 @@ class Chunk(NamedTuple):
         count: number of rows that hold tokens of the window; the others are padding.
         hidden: hidden states after the final norm.
         notes: the policy's final state.
+        policy: the policy of the chunk's rows.
     """
 
     start: int
     count: int
     hidden: Float[Array, "T D"]
     notes: Any
+    policy: Policy
+
+    @property
+    def reads(self) -> Reads | None:
+        """Key counts of the chunk; None if the policy does not count."""
+        return self.policy.reads(self.notes)
 
 
 @program(static_argnames=("config", "policy"), donate_argnames="cache")
@@ -89,7 +98,7 @@ class Run:
     """One sequence under a policy: its cache, and the calls that fill it.
 
     Args:
-        model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype, as in `Session`.
+        model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype.
         policy: the policy, or a function that makes it from `array`; static under jit.
         num_keys: number of keys that the cache must hold. Each cache size compiles new programs, so pass the same
             number for sequences of different lengths.
@@ -98,30 +107,43 @@ class Run:
 
     def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
         self.model, self.policy, self.array = model, policy, array
-        query_tile = make_policy(policy, array).query_tile
-        self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
+        made = make_policy(policy, array)
+        self.unit = lcm(CHUNK_UNIT, made.query_tile)  # as in generation, which rounds the cross-over up to it
+        self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), made.query_tile)
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
-        size = round_up(num_keys, self.rows)
+        cut = made.at_position(0, self.unit) != made
+        size = round_up(num_keys, self.rows) + (self.rows if cut else 0)  # for the padding of the chunk before the cut
         dtype = getattr(model, "cache", None) or str(params.embed.dtype)
         self.cache = allocate(
             mesh_of(params), config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked
         )
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
-        """Run tokens, padded to `rows` rows, from position `start` on; `start` must be a multiple of the query tile."""
+        """Run tokens, padded to `rows` rows, from position `start` on; `start` must be a multiple of the query tile.
+
+        All tokens have the policy of the first one.
+        """
         interrupt.check()
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
         where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
+        policy = self.policy if self.array is not None else self.policy.at_position(start, self.unit)
         hidden, self.cache, notes = run_chunk(
-            self.model.params, self.cache, padded, *where, self.array, config=self.model.config, policy=self.policy
+            self.model.params, self.cache, padded, *where, self.array, config=self.model.config, policy=policy
         )
-        return Chunk(start, len(tokens), hidden[0], notes)
+        return Chunk(start, len(tokens), hidden[0], notes, make_policy(policy, self.array))
 
     def fill(self, tokens: Any) -> Iterator[Chunk]:
         """Run a window from position 0 on, chunk by chunk."""
-        for start in range(0, len(tokens), self.rows):
-            yield self.call(tokens[start : start + self.rows], start, self.rows)
+        start = 0
+        while start < len(tokens):
+            end = min(start + self.rows, len(tokens))
+            if self.array is None:
+                first = self.policy.at_position(start, self.unit)
+                units = range(round_up(start + 1, self.unit), end, self.unit)
+                end = next((n for n in units if self.policy.at_position(n, self.unit) != first), end)
+            yield self.call(tokens[start:end], start, self.rows)
+            start = end
 
 
 def run_window(

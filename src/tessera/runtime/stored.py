@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tessera.models.pages import Pages
-from tessera.runtime.pool import Pool
+from tessera.runtime.pool import PagePool
 from tessera.runtime.prefix import Prefix
 from tessera.runtime.spill import Spill
 
@@ -20,7 +20,7 @@ class StoredPrefix(Prefix):
     A page goes to disk when it is evicted, or when `close` is called, and comes back when a prompt matches it.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: PagePool):
         paging, salt = pool.paging, pool.salt()
         self.pool = pool
         self.spill = None if paging.spill is None else Spill(paging.spill, salt, paging.spill_bytes)
@@ -48,6 +48,9 @@ class StoredPrefix(Prefix):
         for name in withdrawn if self.spill is not None else ():
             self.spill.remove(name)
         return withdrawn
+
+    def warmed(self) -> None:
+        """Do nothing: programs that run without a sequence write to the null page."""
 
     def close(self) -> None:
         """Write all pages to disk, so that the next start finds them."""

@@ -133,12 +133,8 @@ class Service:
         return sum(job.request.tenant == tenant for job in (*self._new, *list(self._jobs.values())))
 
     def policy_of(self, request: Request, new_tokens: int) -> str:
-        """Return the name of the attention policy for the last token of an answer of `new_tokens` tokens.
-
-        Without pages, it is the policy of the longest answer that the request allows.
-        """
-        count = request.max_new_tokens if self._engine.paging is None else max(new_tokens, 1)
-        return self._engine.policy_of(len(request.prompt) + count - 1).name
+        """Return the name of the attention policy that chose the last token of an answer of `new_tokens` tokens."""
+        return self._engine.policy_of(len(request.prompt), new_tokens).name
 
     def cancel(self, job: Job) -> None:
         """Drop a request and deliver no more of its events; do nothing if the request has ended."""

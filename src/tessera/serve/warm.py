@@ -56,7 +56,9 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
     context = wanted or limit
     while True:
         try:
-            require_room(model.params, model.config, batch=1, num_keys=context, num_tokens=context, cache=model.cache)
+            require_room(
+                model.params, model.config, batch=1, num_keys=context, num_tokens=context, kv_dtype=model.cache
+            )
             return context
         except MemoryError:
             if wanted is not None or context <= 512:

@@ -75,18 +75,14 @@ class Policy:
         """Return the key counts of the call; None if the policy does not count, as in training."""
         return None
 
-    def at_length(self, num_tokens: int) -> "Policy":
-        """Return the policy for a request that caches `num_tokens` tokens; by default, this policy.
-
-        `num_tokens` is the length of the prompt + max_new_tokens - 1, because the last token is never fed back. It does
-        not depend on how many tokens are generated, so a request keeps one policy from its first token on.
-        """
-        return self
-
     def at_position(self, position: int, unit: int) -> "Policy":
-        """Return the policy of the token at a position, whatever the request's length; by default, this policy.
+        """Return the policy under which a prefill runs the token at a position; by default, this policy.
 
-        The policy changes only at multiples of `unit`. With pages, sequences that begin alike share keys, so a token's
-        policy must not depend on what comes after the token.
+        It depends on neither the length of the prompt nor what follows the token: sequences that begin alike share
+        keys. It changes only at multiples of `unit`.
         """
         return self
+
+    def decode_at(self, position: int, unit: int) -> "Policy":
+        """Return the policy under which a decode step feeds the token at a position; by default, as `at_position`."""
+        return self.at_position(position, unit)

@@ -54,13 +54,15 @@ class Kascade(Choice, Policy):
     def name(self) -> str:
         return "kascade"
 
-    def at_length(self, num_tokens: int) -> Policy:
-        """Return `Dense` for requests of fewer than `crossover_tokens` tokens, else this policy."""
-        return Dense() if num_tokens < self.crossover_tokens else self
-
     def at_position(self, position: int, unit: int) -> Policy:
         """Return `Dense` below `crossover_tokens`, rounded up to a multiple of `unit`; from there on, this policy."""
         return Dense() if position < round_up(self.crossover_tokens, unit) else self
+
+    def decode_at(self, position: int, unit: int) -> Policy:
+        """Return `Dense` below `decode_crossover`, from there on this policy; without a value, as `at_position`."""
+        if self.decode_crossover is None:
+            return self.at_position(position, unit)
+        return Dense() if position < self.decode_crossover else self
 
     def roles(self) -> tuple[str, ...]:
         """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor without reuse)."""

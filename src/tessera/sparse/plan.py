@@ -11,7 +11,7 @@ from typing import Any
 from tessera.attention.contract import TILES, AttentionSpec
 from tessera.attention.selection import check_budget
 from tessera.core.escapes import quoted
-from tessera.core.fields import OBJECT, SMALL_BYTES, TEXT, check_fields, integer, items, number, parse_json
+from tessera.core.fields import OBJECT, SMALL_BYTES, TEXT, check_fields, integer, items, maybe, number, parse_json
 from tessera.core.files import replace_text
 from tessera.sparse.estimate import Estimate
 
@@ -39,6 +39,7 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("anchors", "own"), _INDICES),
         "head_map": items(_INDICES, "lists of heads, one per layer"),
         "budgets": items(_RATIOS, "lists of numbers from 0 to 1, one per layer"),
+        "decode_crossover": maybe(integer(0, MAX_INT32)),
         **dict.fromkeys(("promise", "provenance", "metrics"), OBJECT),
     }
 )
@@ -71,8 +72,10 @@ class Choice:
         budgets: [L][K]: a fraction per layer and KV head instead of `fraction`. With 1, a head reads all keys; with 0,
             only the always-read keys. Empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
-        crossover_tokens: requests of fewer tokens, max_new_tokens included, use dense attention, which is faster for
-            them.
+        crossover_tokens: prompt tokens at positions below this number (rounded up to whole chunks) use dense attention,
+            which is faster there.
+        decode_crossover: a decode step at a position below this number uses dense attention. None, also in plans
+            without this field: nobody measured decode, and `crossover_tokens` decides.
     """
 
     anchors: tuple[int, ...]
@@ -89,6 +92,7 @@ class Choice:
     score_keys: int = 4
     score_rows: int = 1
     crossover_tokens: int = 0
+    decode_crossover: int | None = None
 
     def __post_init__(self):
         AttentionSpec(tile=self.tile, query_tile=self.query_tile)
@@ -135,8 +139,9 @@ class Plan(Choice):
         super().__post_init__()
         check_query_tile(self.query_tile)
         check_promise(self.promise)
-        if not 0 <= self.crossover_tokens <= MAX_INT32:
-            raise ValueError(f"crossover_tokens={self.crossover_tokens} must be from 0 to {MAX_INT32}")
+        for name in ("crossover_tokens", "decode_crossover"):
+            if not 0 <= (value := getattr(self, name) or 0) <= MAX_INT32:
+                raise ValueError(f"{name}={value} must be from 0 to {MAX_INT32}")
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
@@ -165,7 +170,7 @@ class Plan(Choice):
                 f"upgrade tessera, or {remake}"
             )
         try:
-            return cls(**_checked(found if schema > 1 else {**FIRST_SCHEMA, **found}))
+            return cls(**_checked({"decode_crossover": None} | (found if schema > 1 else {**FIRST_SCHEMA, **found})))
         except ValueError as error:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 

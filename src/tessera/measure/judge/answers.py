@@ -70,7 +70,7 @@ class Runner:
         return map(self._count, self.held.fill(tokens))
 
     def _count(self, chunk: score.Chunk) -> score.Chunk:
-        reads = self.policy.reads(chunk.notes)
+        reads = chunk.reads
         if reads is not None:
             self.pending.append(reads)
         return chunk

@@ -38,7 +38,7 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
     if len(tokens) > model.config.max_positions:
         raise ValueError(f"{len(tokens)} tokens are more than the context of {model.config.max_positions}")
     num_keys = round_up(len(tokens), LENGTH_STEP)
-    hidden, _ = run_whole(model, tokens, model.policy.at_length(len(tokens)), num_keys=num_keys)
+    hidden, _ = run_whole(model, tokens, model.policy, num_keys=num_keys)
     found = score_rows(model, hidden, tokens, predicting(tokens)[-num_scored:])
     return -float(found.loss.sum(dtype=np.float64)), bool(found.right.all())
 
