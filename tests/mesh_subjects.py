@@ -62,7 +62,7 @@ def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, *
     from tessera.generate import load
 
     model = load(folder, mesh=mesh, **options)
-    batch = Batch(model.params, config, policy, rows=2, num_keys=192, size=64, kv_dtype=model.cache)
+    batch = Batch(model.params, config, policy, rows=2, num_keys=192, size=64, kv_dtype=model.kv_dtype)
     if by_rows:  # whatever sends fewer bytes
         batch.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
 
@@ -430,7 +430,7 @@ def fewer_bits_decode_as_on_one_device(folder: Path) -> None:
     for text in programs("decode_token", 4):
         sums = [result for kind, result in messages(text) if kind == "all-reduce"]
         assert 0 < len(sums) <= 2 * config.num_layers + 1, sums
-    policy, options = policies(4)["remap"], {"weights": "int4", "cache": "int8"}
+    policy, options = policies(4)["remap"], {"weights": "int4", "kv_dtype": "int8"}
     want, found = (run(source, config, policy, mesh, **options) for mesh in (None, "4"))
     check_close(found, want, 1e-3, "packed int4 weights, int8 cache, Kascade")
 

@@ -82,14 +82,14 @@ class Contender:
 def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
     """Yield dense on a float (the reference), an int8 and a 4-bit cache, then the plan on a float and an int8 cache."""
     dtype = str(model.params.embed.dtype)
-    dense = replace(model, policy=Dense(), cache=None)
+    dense = replace(model, policy=Dense(), kv_dtype=None)
     yield Contender(name="dense", attention="dense", cache=dtype, model=dense)
-    yield Contender(name="dense int8", attention="dense", cache="int8", model=replace(dense, cache="int8"))
+    yield Contender(name="dense int8", attention="dense", cache="int8", model=replace(dense, kv_dtype="int8"))
     yield Contender(name="control", attention="dense", cache="4 bits", model=replace(dense, policy=Coarse()))
     if plan is not None:
         sparse = replace(dense, policy=plan_policy(model, plan))
         yield Contender(name="plan", attention="the plan", cache=dtype, model=sparse)
-        yield Contender(name="plan int8", attention="the plan", cache="int8", model=replace(sparse, cache="int8"))
+        yield Contender(name="plan int8", attention="the plan", cache="int8", model=replace(sparse, kv_dtype="int8"))
 
 
 def run(

@@ -74,7 +74,7 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
-        cache: dtype of cached keys and values: "int8", or None for the weights' dtype. `logits` uses no cache.
+        kv_dtype: dtype of cached keys and values: "int8", or None for the weights' dtype.
         weights: number format of the weight matrices, as in `load`; None for floats.
     """
 
@@ -85,7 +85,7 @@ class Model:
     plan: Plan | None = None
     source: str = "memory"
     generation_config: GenerationConfig = GenerationConfig()
-    cache: str | None = None
+    kv_dtype: str | None = None
     weights: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
@@ -275,11 +275,13 @@ class Model:
 
     def engine(self, **options: Any) -> Engine:
         """Return an engine for this model and its policy; `options` are keyword arguments of `Engine`."""
-        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, kv_dtype=self.cache, **options)
+        return Engine(
+            self.params, self.config, self.policy, tokenizer=self.tokenizer, kv_dtype=self.kv_dtype, **options
+        )
 
     def pool(self, policy: Policy, *, num_keys: int) -> RowPool:
         """Return an empty pool for one sequence of up to `num_keys` keys."""
-        return RowPool(self.params, self.config, policy, rows=1, num_keys=num_keys, kv_dtype=self.cache)
+        return RowPool(self.params, self.config, policy, rows=1, num_keys=num_keys, kv_dtype=self.kv_dtype)
 
     def encode_prompt(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
         """Encode one prompt, with the errors of `encode_prompts`; `name` is the prompt's name in their messages."""
@@ -311,7 +313,8 @@ def load(
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
     mesh: str | int | None = None,
-    cache: str | None = None,
+    kv_dtype: str | None = None,
+    **renamed: Any,
 ) -> Model:
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
@@ -330,21 +333,26 @@ def load(
             of each. "context" splits each sequence's keys and a prompt's rows. A number n of devices means
             heads = gcd(KV heads, n) and context = n / heads. None runs on one device; if JAX runs in several processes,
             it runs on all their devices.
-        cache: "int8" stores each cached key and value as int8 with one scale per position and KV head, in about half
+        kv_dtype: "int8" stores each cached key and value as int8 with one scale per position and KV head, in about half
             the bytes of bfloat16; None or "auto" keeps the weights' dtype.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
+        TypeError: an argument is unknown.
         MemoryError: the weights do not fit in memory.
     """
+    if renamed:
+        name = next(iter(renamed))
+        found = ": it is called kv_dtype now" if name == "cache" else ""
+        raise TypeError(f"load() has no argument {name!r}{found}")
     check_attention(attention)
     check_name(weights)
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own dtype")
-    cache = None if cache == "auto" else cache
-    if cache not in (None, "int8"):
-        raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
+    kv_dtype = None if kv_dtype == "auto" else kv_dtype
+    if kv_dtype not in (None, "int8"):
+        raise ValueError(f"{kv_dtype=} must be 'int8', or None for the weights' dtype")
     source = resolve(path_or_hub_id)
     config = source.config
     source.log_ignored()
@@ -357,8 +365,8 @@ def load(
     if mesh is None and jax.process_count() > 1:
         mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
-    if cache == "int8" and num_stripes(on) > 1:
-        raise ValueError(f"{cache=} cannot be used with a mesh that splits the context ({mesh=}): leave one out")
+    if kv_dtype == "int8" and num_stripes(on) > 1:
+        raise ValueError(f"{kv_dtype=} cannot be used with a mesh that splits the context ({mesh=}): leave one out")
     require_weights(source, config, weights, on)
     config = replace(config, eos_ids=tuple(end.id for end in source.ends))
     logger.log(logging.DEBUG if source.ends else logging.WARNING, "%s", describe(source.ends))
@@ -377,7 +385,7 @@ def load(
         plan=plan,
         source=str(source),
         generation_config=source.generation,
-        cache=cache,
+        kv_dtype=kv_dtype,
         weights=weights,
     )
 

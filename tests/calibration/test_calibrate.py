@@ -12,7 +12,7 @@ import tiny
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
 from tessera.calibration.calibrate import calibrate
-from tessera.calibration.crossover import find_crossover, measure_crossover
+from tessera.calibration.crossover import find_crossover, measure_crossover, measure_decode_crossover
 from tessera.calibration.report import Report
 from tessera.calibration.similarity import Notes, record_similarity, text_loss
 from tessera.models.cache import init_cache
@@ -412,3 +412,9 @@ def test_windows_of_any_length_run_in_chunks(model, rows):
     assert len(parts) == 5
     np.testing.assert_allclose(np.min([p.least for p in parts], axis=0), whole[0].least, rtol=1e-5)
     assert sum(int(p.num_tokens) for p in parts) == 300
+
+
+def test_the_decode_crossover_is_measured_on_this_device(model, plan):
+    crossover, times = measure_decode_crossover(model, Kascade.from_plan(plan), QUIET)
+    assert times["tokens"] == [512]
+    assert crossover == (512 if times["kascade_ms"][0] < times["dense_ms"][0] else 513)

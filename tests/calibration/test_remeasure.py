@@ -72,6 +72,8 @@ def test_the_crossover_is_measured(model, plan, monkeypatch):
     found = measure_again(model, plan, rows(1), progress=False)
     assert found.metrics["crossover"]["tokens"] == [512]
     assert found.crossover_tokens == 512
+    assert found.metrics["decode_crossover"]["tokens"] == [512]
+    assert found.decode_crossover in (512, 513)  # whichever this device takes
 
 
 def test_refusals(model, plan):

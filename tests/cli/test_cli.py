@@ -19,7 +19,7 @@ from tessera.cli import main as cli
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
-MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--cache", "--debug"]
+MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--kv-dtype", "--cache", "--debug"]
 SAMPLING = (
     "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --frequency-penalty "
     "--presence-penalty --seed -s"
@@ -40,7 +40,7 @@ FLAGS = {
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
-        "--queue --dtype --cache --weights --mesh --replicas --cors --debug"
+        "--queue --dtype --kv-dtype --cache --weights --mesh --replicas --cors --debug"
     ).split(),
     "load": (
         "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "

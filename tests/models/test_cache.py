@@ -25,7 +25,7 @@ POLICIES = {"dense": Dense(), "kascade": Kascade.from_plan(replace(PLAN, num_lay
 @pytest.fixture(scope="module")
 def model():
     params = jax.tree.map(jnp.asarray, random_params(CONFIG))
-    return Model(config=CONFIG, params=params, tokenizer=None, policy=Dense(), cache="int8")
+    return Model(config=CONFIG, params=params, tokenizer=None, policy=Dense(), kv_dtype="int8")
 
 
 def prompt(length: int) -> list[int]:
@@ -147,5 +147,7 @@ def test_decode_updates_it_in_place(model):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match="cache='int4' must be 'int8', or None for the weights' dtype"):
-        load("smollm2", cache="int4")
+    with pytest.raises(ValueError, match="kv_dtype='int4' must be 'int8', or None for the weights' dtype"):
+        load("smollm2", kv_dtype="int4")
+    with pytest.raises(TypeError, match="no argument 'cache': it is called kv_dtype now"):
+        load("smollm2", cache="int8")

@@ -191,7 +191,8 @@ def test_a_quantised_model_runs_keeps_its_plan_and_is_not_saved(folder, tmp_path
     plain = np.asarray(replace(model, params=params).logits(tokens))
     np.testing.assert_allclose(model.logits(tokens), plain, atol=2e-3 * np.abs(plain).max())
     first, second = (
-        replace(model, cache=cache).generate([[1, 2, 3]], max_new_tokens=4)[0].tokens for cache in (None, "int8")
+        replace(model, kv_dtype=kv_dtype).generate([[1, 2, 3]], max_new_tokens=4)[0].tokens
+        for kv_dtype in (None, "int8")
     )
     assert first == second
     with pytest.raises(ValueError, match="load the model without weights="):
@@ -336,9 +337,9 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match="weights='int5' must be one of int8, int4"):
         tessera.load(folder, weights="int5")
     with pytest.raises(ValueError, match="weights='int8,int4' must be one of int8, int4"):
-        tessera.load(folder, weights="int8,int4", cache="int8")
-    with pytest.raises(ValueError, match="cache='int4' must be 'int8', or None"):
-        tessera.load(folder, weights="int8", cache="int4")
+        tessera.load(folder, weights="int8,int4", kv_dtype="int8")
+    with pytest.raises(ValueError, match="kv_dtype='int4' must be 'int8', or None"):
+        tessera.load(folder, weights="int8", kv_dtype="int4")
     with pytest.raises(ValueError, match="is a folder: pass weights='int8'"):
         tessera.load(folder, weights="gguf")
     with pytest.raises(

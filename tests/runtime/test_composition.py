@@ -83,7 +83,7 @@ def model_of(groups: int, cache: str | None, policy: str) -> Model:
             budgets=((0.2, 1.0), (0.3, 0.1)),
         ),
     }
-    return Model(config=config, params=params, tokenizer=None, policy=policies[policy], cache=cache)
+    return Model(config=config, params=params, tokenizer=None, policy=policies[policy], kv_dtype=cache)
 
 
 def prompt(length: int, seed: int) -> list[int]:

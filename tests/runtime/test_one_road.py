@@ -54,6 +54,15 @@ def test_generate_follows_the_position(tiny, name):
         assert (expected.density < 1) == sparse
 
 
+def test_usage_says_what_decode_read(tiny):
+    """The plan's prefill is sparse and its decode dense: the answer's own share is named."""
+    [found] = planned(tiny, "decode never").generate([prompt(300)], max_new_tokens=NEW)
+    assert found.density < 1 == found.decode_density
+    assert found.usage().endswith(f"{found.density:.0%} of keys read, 100% by the answer")
+    [found] = planned(tiny, "dense").generate([prompt(300)], max_new_tokens=NEW)
+    assert found.usage().endswith("100% of keys read")
+
+
 @pytest.mark.parametrize("name", ["dense", "plan"])
 def test_a_conversation_is_generate_on_its_text(tiny, name):
     """The first turn runs the same programs: the same bits. Later turns reuse keys, so they read fewer."""

@@ -122,9 +122,10 @@ def poison(engine: Engine) -> None:
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_free_pages_and_the_null_page_are_never_read(model, cache):
     expected = run(
-        replace(model, cache=cache, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=PAGING), *MIXTURE[:3]
+        replace(model, kv_dtype=cache, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=PAGING),
+        *MIXTURE[:3],
     )
-    engine = replace(model, cache=cache, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=PAGING)
+    engine = replace(model, kv_dtype=cache, policy=POLICIES["own"]).engine(slots=2, num_keys=512, paging=PAGING)
     ids = [engine.submit(request) for request in MIXTURE[:3]]
     events = []
     while engine.busy:

@@ -19,7 +19,7 @@ import jax
 
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import check_budget
-from tessera.calibration.crossover import measure_crossover
+from tessera.calibration.crossover import measure_crossovers
 from tessera.calibration.report import Report
 from tessera.calibration.search import Target, search_policy
 from tessera.calibration.similarity import find_anchors
@@ -47,6 +47,7 @@ def calibrate(
     minimum: int = 128,
     heads: str | None = None,
     crossover: int | None = None,
+    decode_crossover: int | None = None,
     max_tokens: int = 65536,
     progress: bool = True,
     notes: str | os.PathLike | None = None,
@@ -63,7 +64,9 @@ def calibrate(
             the layers themselves.
         tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
         fraction, heads: without a target, fields of the plan: 0.1 and "remap" if not given.
-        crossover: requests below this many tokens run dense; None measures the number on this device.
+        crossover: prompt tokens below this position run dense; None measures the number on this device.
+        decode_crossover: decode steps below this position run dense. None measures the number, too, but with a given
+            `crossover`, that number also holds for decode.
         max_tokens: maximum number of tokens to take from the text, spread evenly over it. A search uses only some of
             these tokens.
         progress: show a progress bar on standard error.
@@ -85,7 +88,11 @@ def calibrate(
     check_budget(fraction, minimum, local, sinks)
     AttentionSpec(tile=tile, query_tile=query_tile)
     check_query_tile(query_tile)
-    for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
+    for name, value, least in (
+        ("crossover", crossover or 0, 0),
+        ("decode_crossover", decode_crossover or 0, 0),
+        ("max_tokens", max_tokens, 1),
+    ):
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
     if heads not in HEADS:
@@ -105,8 +112,8 @@ def calibrate(
             else:
                 fixed = always | {"heads": heads, "fraction": fraction, "minimum": minimum}
                 policy, found = find_anchors(model, corpus, count, fixed, report)
-            if crossover is None:
-                crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
+            crossovers, times = measure_crossovers(model, policy, report, crossover, decode_crossover)
+            found["metrics"] |= times
     except KeyboardInterrupt:
         going_on = "; the same command resumes from here" if notebook.path is not None else ""
         raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written{going_on}") from None
@@ -116,7 +123,7 @@ def calibrate(
         num_kv_heads=model.config.num_kv_heads,
         provenance=provenance(corpus, found.pop("tokens")),
         **found,
-        **asdict(replace(policy, crossover_tokens=crossover)),
+        **asdict(replace(policy, **crossovers)),
     )
 
 

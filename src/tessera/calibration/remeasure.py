@@ -1,11 +1,11 @@
-"""Measure a plan again: its promise on a given text, its cross-over on this device."""
+"""Measure a plan again: its promise on a given text, its cross-overs on this device."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tessera.calibration.crossover import measure_crossover
+from tessera.calibration.crossover import measure_crossovers
 from tessera.calibration.report import Report
 from tessera.calibration.search import Judge, Target, probes_of, promise_of
 from tessera.models.files.checkpoint import fingerprint
@@ -23,17 +23,18 @@ def measure_again(
     texts: str | os.PathLike | Sequence[str | Sequence[int]],
     *,
     crossover: int | None = None,
+    decode_crossover: int | None = None,
     max_tokens: int = 65536,
     progress: bool = True,
 ) -> Plan:
     """Measure a plan's loss against dense on every window of a text; the plan's layers and budgets do not change.
 
     Args:
-        model, texts, crossover, max_tokens, progress: as in `calibrate`.
+        model, texts, crossover, decode_crossover, max_tokens, progress: as in `calibrate`.
         plan: a plan of this model, made with a target.
 
     Returns:
-        the plan with a new promise and cross-over; the promise is `fresh` if the plan was made from another text.
+        the plan with a new promise and cross-overs; the promise is `fresh` if the plan was made from another text.
 
     Raises:
         ValueError, FileNotFoundError: the plan has no target or belongs to another model, or the text is unusable.
@@ -44,15 +45,14 @@ def measure_again(
     target = Target(**{name: plan.promise[name] for name in ("keep", "max_kl") if name in plan.promise})
     corpus = read_corpus(model, texts, max_tokens)
     probes = probes_of(model, [*corpus.windows, *corpus.held_out], MAX_WINDOW, SEED)
-    policy, metrics = replace(Kascade.from_plan(plan), crossover_tokens=0), dict(plan.metrics)
+    policy = replace(Kascade.from_plan(plan), crossover_tokens=0, decode_crossover=None)
     with Report(progress) as report:
         kept = Judge(model, probes, report.each)(policy)
-        if crossover is None:
-            crossover, metrics["crossover"] = measure_crossover(model, policy, report)
+        crossovers, times = measure_crossovers(model, policy, report, crossover, decode_crossover)
     fresh = corpus.sha256 != plan.provenance.get("corpus_sha256")
     return replace(
         plan,
         promise=promise_of(target, probes, kept, fresh=fresh),
-        crossover_tokens=crossover,
-        metrics=metrics,
+        **crossovers,
+        metrics={**plan.metrics, **times},
     )

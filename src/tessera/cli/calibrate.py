@@ -53,7 +53,9 @@ class Calibrate(Command):
     """With --anchors: the head of the anchor layer whose selection a head uses: the most similar head ("remap") or the
     head with the same number ("identity"). With "pooled", all heads share one selection. "remap" if not given."""
     crossover: Omittable[int] = None
-    """Number of tokens below which a request runs dense; measured if not given."""
+    """Position below which prompt tokens run dense; measured if not given."""
+    decode_crossover: Omittable[int] = None
+    """Position below which answer tokens run dense; if not given, measured, or the number of --crossover if given."""
     max_tokens: int = 65536
     """Maximum number of tokens to take from the text, spread evenly over it."""
     dtype: Dtype = "auto"
@@ -73,7 +75,8 @@ class Calibrate(Command):
             plan = self.search(model, notes) if given is None else self.measure_again(model, given)
             plan.save(self.out)
             notes.unlink(missing_ok=True)
-        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
+        decode = plan.crossover_tokens if plan.decode_crossover is None else plan.decode_crossover
+        dense_below = f"prompt tokens below {plan.crossover_tokens:,} and answer tokens below {decode:,} run dense"
         print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
         return 0
 
@@ -96,7 +99,14 @@ class Calibrate(Command):
         """Measure the plan's promise and cross-over again, on --text and this device."""
         from tessera.calibration.remeasure import measure_again
 
-        return measure_again(model, plan, self.text, crossover=self.crossover, max_tokens=self.max_tokens)
+        return measure_again(
+            model,
+            plan,
+            self.text,
+            crossover=self.crossover,
+            decode_crossover=self.decode_crossover,
+            max_tokens=self.max_tokens,
+        )
 
     def search(self, model: Any, notes: Path) -> "Plan":
         """Search for a plan; the file `notes` stores each measurement, so that the same command can resume."""
@@ -116,6 +126,7 @@ class Calibrate(Command):
             minimum=self.minimum,
             heads=self.heads,
             crossover=self.crossover,
+            decode_crossover=self.decode_crossover,
             max_tokens=self.max_tokens,
             notes=notes,
         )

@@ -49,7 +49,7 @@ class ModelFlags(Command):
     """Dtype of weights and cache; auto is the checkpoint's own."""
     mesh: Omittable[str] = None
     """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
-    cache: Literal["auto", "int8"] = "auto"
+    kv_dtype: Annotated[Literal["auto", "int8"], flags.KV_DTYPE] = "auto"
     """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     weights: Omittable[flags.Weights] = None
     """Store the weight matrices in fewer bits: int8 takes half of bfloat16's memory and loses the least quality; in
@@ -64,7 +64,7 @@ class ModelFlags(Command):
                 f"--plan {self.plan} cannot be used with --attention {self.attention}: use --attention kascade, "
                 f"or drop --plan"
             )
-        names = ("dtype", "weights", "cache", "attention", "plan", "mesh")
+        names = ("dtype", "weights", "kv_dtype", "attention", "plan", "mesh")
         return load(named_model(self.model), **{name: getattr(self, name) for name in names})
 
 

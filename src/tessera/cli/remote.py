@@ -7,7 +7,7 @@ from typing import Any
 
 from tessera.cli.keys import read_keys
 
-HERE = ("model", "attention", "plan", "dtype", "mesh", "cache", "weights", "parse_special")
+HERE = ("model", "attention", "plan", "dtype", "mesh", "kv_dtype", "weights", "parse_special")
 """Flags that apply to a model in this process. A server has loaded its model already, so --url refuses them."""
 
 

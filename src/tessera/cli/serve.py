@@ -74,7 +74,7 @@ class Serve(Command):
     """Maximum number of requests that wait while all --slots are busy; further requests are refused with status 429."""
     dtype: flags.Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
-    cache: Literal["auto", "int8"] = "auto"
+    kv_dtype: Annotated[Literal["auto", "int8"], flags.KV_DTYPE] = "auto"
     """Dtype of cached keys and values; auto is the weights'."""
     weights: Omittable[flags.Weights] = None
     """Store the weight matrices in fewer bits; see `tessera generate --help`."""
@@ -180,7 +180,7 @@ class Serve(Command):
         source = resolve(named_model(self.named)).path
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")
-        names = ("dtype", "weights", "cache", "mesh", "plan")
+        names = ("dtype", "weights", "kv_dtype", "mesh", "plan")
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         grammars = grammars_for(model)
         context = context_that_fits(model, self.context)

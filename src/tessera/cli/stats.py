@@ -24,7 +24,7 @@ def stats_lines(model, results) -> list[str]:
         )
     lines = [
         "; ".join(
-            filter(None, (result.usage(), str(use(result, model.config, model.params, model.cache, peaks)), note))
+            filter(None, (result.usage(), str(use(result, model.config, model.params, model.kv_dtype, peaks)), note))
         )
         for result in results
     ]

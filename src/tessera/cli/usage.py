@@ -44,7 +44,7 @@ _CONTEXT = "the cache grows with the request, up to the model's context: drop it
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
 _MEMORY = "batch rows and memory are allocated as needed: drop it"
 _KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop it"
-_CACHE = "keys and values have the dtype of the weights: drop it, or use --cache int8"
+_CACHE = "keys and values have the dtype of the weights: drop it, or use --kv-dtype int8"
 _WEIGHTS = "use --weights, which takes int8, int4, fp8 and gguf"
 _CHAT = "use `tessera chat`"
 _DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and penalties (--repetition-penalty, ...): drop it"

@@ -28,6 +28,7 @@ class Generation:
         layer_density: the same quotient for each layer; empty before the first token.
         prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
         decode_keys: the same for the rows of the answer; its last token has no row, because it is never fed back.
+        decode_density: the quotient of `density` for the rows of the answer alone; nan without such a row.
     """
 
     text: str
@@ -41,11 +42,17 @@ class Generation:
     layer_density: tuple[float, ...]
     prefill_keys: float = 0.0
     decode_keys: float = 0.0
+    decode_density: float = float("nan")
 
     def usage(self) -> str:
-        """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read."""
+        """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
+
+        The answer's own share is named if it differs: decode may run dense where prefill runs under a plan.
+        """
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
-        return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {self.density:.0%} of keys read"
+        read, own = f"{self.density:.0%}", f"{self.decode_density:.0%}"
+        answer = "" if math.isnan(self.decode_density) or own == read else f", {own} by the answer"
+        return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {read} of keys read{answer}"
 
 
 class StopSearch:
@@ -121,7 +128,7 @@ class Answer:
         self._shown = 0  # characters of the text already returned
         self._times_s: list[float] = []
         self._read_L = self._visible_L = np.zeros(0)
-        self._prefill_keys = 0.0
+        self._prefill_read = self._prefill_visible = 0.0
 
     @property
     def num_keys(self) -> int:
@@ -136,7 +143,7 @@ class Answer:
     def push(self, token: int, logprob: float, time_s: float) -> str:
         """Add one token; return the text that became final: whole characters that cannot begin a stop string."""
         if not self.tokens:
-            self._prefill_keys = float(self._read_L.sum())
+            self._prefill_read, self._prefill_visible = float(self._read_L.sum()), float(self._visible_L.sum())
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
@@ -169,6 +176,9 @@ class Answer:
         """
         count = len(self.tokens)
         spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
+        read, visible = float(self._read_L.sum()), float(self._visible_L.sum())
+        decode_keys = read - self._prefill_read if count else 0.0
+        decode_visible = visible - self._prefill_visible if count else 0.0
         return Generation(
             text=self._text,
             tokens=list(self.tokens),
@@ -177,10 +187,11 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             ttft_s=self._times_s[0] - started_s if count else float("nan"),
             decode_tokens_per_s=(count - 1) / spent_s if spent_s > 0 else float("nan"),
-            density=float(self._read_L.sum() / self._visible_L.sum()) if self._visible_L.size else 1.0,
+            density=read / visible if self._visible_L.size else 1.0,
             layer_density=tuple((self._read_L / self._visible_L).tolist()),
-            prefill_keys=self._prefill_keys,
-            decode_keys=float(self._read_L.sum()) - self._prefill_keys if count else 0.0,
+            prefill_keys=self._prefill_read,
+            decode_keys=decode_keys,
+            decode_density=decode_keys / decode_visible if decode_visible else float("nan"),
         )
 
     def _append(self, piece: str) -> bool:

@@ -122,7 +122,7 @@ def weight_bytes(params: Params) -> int:
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))
 
 
-def use(answer: Generation, config: ModelConfig, params: Params, cache: str | None, peaks: Peaks | None) -> Use:
+def use(answer: Generation, config: ModelConfig, params: Params, kv_dtype: str | None, peaks: Peaks | None) -> Use:
     """Compute the shares of the peak rates that one answer used.
 
     If several answers are decoded together, each of them is charged for reading all weights.
@@ -130,12 +130,12 @@ def use(answer: Generation, config: ModelConfig, params: Params, cache: str | No
     Args:
         answer: the answer to a prompt of which no keys were reused from a cache.
         config, params: the model's config and weights.
-        cache: "int8", or None for the weights' dtype.
+        kv_dtype: "int8", or None for the weights' dtype.
         peaks: rates to divide by; None if they are unknown.
     """
     if peaks is None:
         return Use()
-    size = 1 if cache else params.embed.dtype.itemsize
+    size = 1 if kv_dtype else params.embed.dtype.itemsize
     steps, found = len(answer.tokens) - 1, {}
     if answer.tokens:
         done = prefill_flops(config, answer.prompt_tokens, answer.prefill_keys)
@@ -143,7 +143,7 @@ def use(answer: Generation, config: ModelConfig, params: Params, cache: str | No
     if answer.decode_tokens_per_s > 0:
         seconds = steps / answer.decode_tokens_per_s
         moved = decode_bytes(
-            config, steps, answer.decode_keys, weights=weight_bytes(params), itemsize=size, scaled=cache is not None
+            config, steps, answer.decode_keys, weights=weight_bytes(params), itemsize=size, scaled=kv_dtype is not None
         )
         found["decode_mfu"] = decode_flops(config, steps, answer.decode_keys) / (seconds * peaks.flops_per_s)
         found["decode_bandwidth"] = moved / (seconds * peaks.bytes_per_s)

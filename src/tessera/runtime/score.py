@@ -98,7 +98,7 @@ class Run:
     """One sequence under a policy: its cache, and the calls that fill it.
 
     Args:
-        model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype.
+        model: any object with `params` and `config`; its `kv_dtype`, if any, is that of the cache.
         policy: the policy, or a function that makes it from `array`; static under jit.
         num_keys: number of keys that the cache must hold. Each cache size compiles new programs, so pass the same
             number for sequences of different lengths.
@@ -113,7 +113,7 @@ class Run:
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
         cut = made.at_position(0, self.unit) != made
         size = round_up(num_keys, self.rows) + (self.rows if cut else 0)  # for the padding of the chunk before the cut
-        dtype = getattr(model, "cache", None) or str(params.embed.dtype)
+        dtype = getattr(model, "kv_dtype", None) or str(params.embed.dtype)
         self.cache = allocate(
             mesh_of(params), config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked
         )

@@ -57,7 +57,7 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
     while True:
         try:
             require_room(
-                model.params, model.config, batch=1, num_keys=context, num_tokens=context, kv_dtype=model.cache
+                model.params, model.config, batch=1, num_keys=context, num_tokens=context, kv_dtype=model.kv_dtype
             )
             return context
         except MemoryError:
@@ -89,7 +89,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     division = Division(heads=num_head_parts(mesh_of(model.params)))
     dtype = str(model.params.embed.dtype)
     size = cache_bytes(
-        model.config, 1, page, types=Types(weights=dtype, dtype=dtype, cache=model.cache or dtype), division=division
+        model.config, 1, page, types=Types(weights=dtype, dtype=dtype, cache=model.kv_dtype or dtype), division=division
     )
     one = round_up(context, unit) // page
     free = available_bytes(device)

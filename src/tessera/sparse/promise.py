@@ -62,16 +62,22 @@ def summary(plan: Plan) -> list[str]:
             lines.append(
                 "warning: the plan loses over 2 %: calibrate with --keep 0.99 instead, which searches for a better plan"
             )
-    timed = plan.metrics.get("crossover")
-    for tokens, dense_ms, ours_ms in (
-        zip(*(timed[name] for name in ("tokens", "dense_ms", "kascade_ms"))) if timed else ()
-    ):
-        runs = "plan" if tokens >= plan.crossover_tokens else "dense"
-        lines.append(
-            f"  prefill of {tokens:>7,}   dense {dense_ms:,.0f} ms, plan {ours_ms:,.0f} ms "
-            f"({dense_ms / ours_ms:.2f}x): runs {runs}"
-        )
-    return lines
+    return [*lines, *_times(plan, "prefill of", "crossover", plan.crossover_tokens), *_decode_times(plan)]
+
+
+def _decode_times(plan: Plan) -> list[str]:
+    return [] if plan.decode_crossover is None else _times(plan, "decode at", "decode_crossover", plan.decode_crossover)
+
+
+def _times(plan: Plan, what: str, name: str, crossover: int) -> list[str]:
+    """Return one line per measured length: both times, and which of the two runs there."""
+    timed = plan.metrics.get(name)
+    columns = zip(*(timed[column] for column in ("tokens", "dense_ms", "kascade_ms"))) if timed else ()
+    return [
+        f"  {what} {tokens:>7,}   dense {dense_ms:,.0f} ms, plan {ours_ms:,.0f} ms "
+        f"({dense_ms / ours_ms:.2f}x): runs {'plan' if tokens >= crossover else 'dense'}"
+        for tokens, dense_ms, ours_ms in columns
+    ]
 
 
 def _asked(plan: Plan) -> str:
