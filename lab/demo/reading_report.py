@@ -62,6 +62,11 @@ def notes(found: Findings) -> list[str]:
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
             "Here Kascade was made to run at every length, so that there is something to see."
         )
+    if turn["kascade"].decode_density == 1.0:
+        lines.append(
+            "Kascade's answers were decoded dense: on the device that measured the plan, a decode step of this length "
+            "is slower under the plan."
+        )
     lines.append(
         f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Dense, "
         "Kascade and the control ran once each, in turn, so other work on this machine makes their times longer."

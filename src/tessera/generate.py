@@ -36,7 +36,6 @@ from tessera.runtime.engine import Engine
 from tessera.runtime.requests import Request, check_tokens, explain_not_finite
 from tessera.runtime.row_pool import RowPool
 from tessera.runtime.sampling import Sampling, check_seeds
-from tessera.runtime.step import score_hidden
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES, policy_for
@@ -113,13 +112,10 @@ class Model:
         )
         pool, found = self.pool(self.policy, num_keys=length), []
         for row in tokens:
-            chunks = []
-            for count, hidden, _ in pool.run(row):
-                out, finite = score_hidden(self.params, hidden.hidden)
-                if not np.asarray(finite)[:, :count].all():
-                    raise ValueError(explain_not_finite(self.params))
-                chunks.append(out[:, :count])
-            found.append(jnp.concatenate(chunks, 1))
+            out, finite = pool.logits(row)
+            if not finite:
+                raise ValueError(explain_not_finite(self.params))
+            found.append(out)
         return jnp.concatenate(found)
 
     def generate(

@@ -48,7 +48,7 @@ FLAGS = {
     ).split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
-        "--minimum --heads --crossover --max-tokens --dtype --debug"
+        "--minimum --heads --crossover --decode-crossover --max-tokens --dtype --debug"
     ).split(),
     "fetch": ["--debug"],
     "convert": ["--dtype", "--debug"],

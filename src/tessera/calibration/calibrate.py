@@ -88,12 +88,9 @@ def calibrate(
     check_budget(fraction, minimum, local, sinks)
     AttentionSpec(tile=tile, query_tile=query_tile)
     check_query_tile(query_tile)
-    for name, value, least in (
-        ("crossover", crossover or 0, 0),
-        ("decode_crossover", decode_crossover or 0, 0),
-        ("max_tokens", max_tokens, 1),
-    ):
-        if value < least:
+    given = {"crossover": crossover or 0, "decode_crossover": decode_crossover or 0, "max_tokens": max_tokens}
+    for name, value in given.items():
+        if value < (least := int(name == "max_tokens")):
             raise ValueError(f"{name}={value} must be at least {least}")
     if heads not in HEADS:
         raise ValueError(f"{heads=} must be one of {HEADS}")

@@ -28,7 +28,7 @@ class Generation:
         layer_density: the same quotient for each layer; empty before the first token.
         prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
         decode_keys: the same for the rows of the answer; its last token has no row, because it is never fed back.
-        decode_density: the quotient of `density` for the rows of the answer alone; nan without such a row.
+        decode_density: the quotient of `density` for the rows of the answer alone; 1 without such a row.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Generation:
     layer_density: tuple[float, ...]
     prefill_keys: float = 0.0
     decode_keys: float = 0.0
-    decode_density: float = float("nan")
+    decode_density: float = 1.0
 
     def usage(self) -> str:
         """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
@@ -51,7 +51,7 @@ class Generation:
         """
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
         read, own = f"{self.density:.0%}", f"{self.decode_density:.0%}"
-        answer = "" if math.isnan(self.decode_density) or own == read else f", {own} by the answer"
+        answer = "" if not self.decode_keys or own == read else f", {own} by the answer"
         return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {read} of keys read{answer}"
 
 
@@ -191,7 +191,7 @@ class Answer:
             layer_density=tuple((self._read_L / self._visible_L).tolist()),
             prefill_keys=self._prefill_read,
             decode_keys=decode_keys,
-            decode_density=decode_keys / decode_visible if decode_visible else float("nan"),
+            decode_density=decode_keys / decode_visible if decode_visible else 1.0,
         )
 
     def _append(self, piece: str) -> bool:

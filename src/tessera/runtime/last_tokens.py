@@ -30,10 +30,6 @@ class LastTokens:
         self.token = put(np.zeros(rows, np.int32), mesh)
         self.counts: Array | None = None
 
-    def set(self, choice: Choice) -> None:
-        """Replace all rows."""
-        self.token, self.counts = choice.token, choice.counts
-
     def place(self, row: int, token: Int32[Array, "1"], counts: Int32[Array, "1 V"] | None) -> None:
         """Replace one row."""
         self.token = set_row(self.token, token, np.int32(row))

@@ -10,6 +10,7 @@ prefilled: a program over all rows would compute and write every row. A pool of 
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
@@ -33,6 +34,7 @@ from tessera.runtime.step import (
     prefill_chunk,
     read_page,
     require_room,
+    score_hidden,
     sharing,
     spread_chunk,
     stripe_rows,
@@ -161,6 +163,15 @@ class RowPool(Pool):
         """Prefill a whole prompt into the first row; return next-token logits and key counts per chunk."""
         chunks = list(self.run(tokens))
         return self.scores(chunks[-1][1].last), [reads for *_, reads in chunks if reads is not None]
+
+    def logits(self, tokens: Sequence[int]) -> tuple[Float[Array, "1 T V"], bool]:
+        """Prefill a whole prompt into the first row; return logits of all its rows, and whether all are finite."""
+        found, good = [], True
+        for count, rows, _ in self.run(tokens):
+            out, finite = score_hidden(self.params, rows.hidden)
+            found.append(out[:, :count])
+            good &= bool(np.asarray(finite)[:, :count].all())
+        return jnp.concatenate(found, 1), good
 
     def seats(self, pages):
         return self.rows, [page - 1 for [page] in pages]
