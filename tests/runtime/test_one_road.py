@@ -58,7 +58,7 @@ def test_usage_says_what_decode_read(tiny):
     """The plan's prefill is sparse and its decode dense: the answer's own share is named."""
     [found] = planned(tiny, "decode never").generate([prompt(300)], max_new_tokens=NEW)
     assert found.density < 1 == found.decode_density
-    assert found.usage().endswith(f"{found.density:.0%} of keys read, 100% by the answer")
+    assert found.usage().endswith(f"{found.density:.0%} of keys read, all by the answer")
     [found] = planned(tiny, "dense").generate([prompt(300)], max_new_tokens=NEW)
     assert found.usage().endswith("100% of keys read")
 

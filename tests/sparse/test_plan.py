@@ -197,7 +197,7 @@ def test_decode_has_a_crossover_of_its_own(tmp_path):
         plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == plan
         policy = Kascade.from_plan(plan)
-        assert [policy.decode_at(n, 64) for n in (dense - 1, dense)] == [Dense() if dense else policy, policy]
+        assert [policy.decode_at(n, 64) for n in (max(dense - 1, 0), dense)] == [Dense() if dense else policy, policy]
         assert policy.at_position(127, 64) == Dense()
     raw = json.loads((tmp_path / "plan.json").read_text())
     del raw["decode_crossover"]

@@ -47,12 +47,11 @@ class Generation:
     def usage(self) -> str:
         """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
 
-        The answer's own share is named if it differs: decode may run dense where prefill runs under a plan.
+        Say so if the answer read all keys although the prompt did not: a plan may decode dense where it prefills sparse.
         """
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
-        read, own = f"{self.density:.0%}", f"{self.decode_density:.0%}"
-        answer = "" if not self.decode_keys or own == read else f", {own} by the answer"
-        return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {read} of keys read{answer}"
+        answer = ", all by the answer" if self.decode_keys and self.decode_density == 1.0 > self.density else ""
+        return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {self.density:.0%} of keys read{answer}"
 
 
 class StopSearch:
