@@ -47,7 +47,7 @@ class Generation:
     def usage(self) -> str:
         """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
 
-        Say so if the answer read all keys although the prompt did not: a plan may decode dense where it prefills sparse.
+        Say so if the answer read all keys although the prompt did not: a plan may prefill sparse and decode dense.
         """
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
         answer = ", all by the answer" if self.decode_keys and self.decode_density == 1.0 > self.density else ""
