@@ -195,7 +195,7 @@ class ReadMap(NamedTuple):
 
 def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
     """Run the prompt once with a policy that also keeps the selection of every layer that chooses."""
-    tracing = _Tracing(**vars(model.policy))
+    tracing = _Tracing(**(vars(model.policy) | {"crossover_tokens": 0}))
     _, notes = score.run_whole(model, np.asarray(tokens), tracing)
     read, visible = (np.sum([count[:, 0] for count in counts], 0) for counts in zip(*map(tracing.reads, notes)))
     chosen = jax.tree.map(lambda *parts: np.concatenate(parts, axis=2), *(seen for _, seen in notes))  # query tiles

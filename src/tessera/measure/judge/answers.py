@@ -102,7 +102,7 @@ class Runner:
 def run_trials(
     model: Model, policy: Policy, documents: Sequence[Document], *, num_keys: int | None = None
 ) -> list[Answers]:
-    """Ask every question of every document under a policy, ignoring its cross-over.
+    """Ask every question of every document under a policy. Its cross-over counts: set it to 0 to judge every position.
 
     Args:
         num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation,
