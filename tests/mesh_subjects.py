@@ -62,7 +62,7 @@ def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, *
     from tessera.generate import load
 
     model = load(folder, mesh=mesh, **options)
-    batch = Batch(model.params, config, policy, rows=2, num_keys=192, size=64, kv_dtype=model.kv_dtype)
+    batch = Batch(model.params, config, policy, rows=2, num_keys=256, size=64, kv_dtype=model.kv_dtype)
     if by_rows:  # whatever sends fewer bytes
         batch.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
 

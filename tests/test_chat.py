@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from tiny import CONFIG, load_stacked, save_tiny
 
 import tessera
 from tessera.chat import Chat
+from tessera.core.files import SHIPPED
 from tessera.generate import Interrupted
 from tessera.measure.judge.library import library_corpus
 from tessera.runtime.sampling import Sampling
@@ -53,8 +53,7 @@ def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
 
 def test_under_kascade_later_turns_equal_cold_runs():
     """Only prefilled keys may be reused: decode and a prompt's last query tile write other keys than a cold run."""
-    folder = Path(tessera.__file__).parent / "demo" / "model"
-    model = load_stacked(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
+    model = load_stacked(SHIPPED / "model", attention="kascade").with_attention("kascade", crossover_tokens=0)
     page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
     chat = Chat(model, GREEDY, max_new_tokens=100)
     reused = []
