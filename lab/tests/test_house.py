@@ -1,7 +1,9 @@
-"""README's map and docs/architecture.md agree with the code: packages and line counts."""
+"""README's map and docs/architecture.md agree with the code: packages, line counts, functions that a walk names."""
 
+import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 from lab.report import house
@@ -39,3 +41,30 @@ def test_counts_of_lines_are_within_a_tenth():
     stated = [(real[name], number) for name, number in rows] + [(lines[name], number) for name, number in drawn]
     far = [(true, told) for true, told in stated if abs(int(told.replace(",", "")) - true) > max(100, true / 10)]
     assert not far, f"run `make readme`: lines and what is stated: {far}"
+
+
+def test_every_function_that_a_walk_names_exists():
+    """Steps name code as `file.py:function` or `file.py:Class.method`, below src/tessera/ or lab/."""
+    walked = set(re.findall(r"`([\w/]+\.py):([\w.]+)`", house.PAGE.read_text()))
+    assert len(walked) > 80
+    assert not sorted(f"{file}:{name}" for file, name in walked if name not in names(file))
+
+
+@cache
+def names(file: str) -> set[str]:
+    """List a module's functions, classes and their methods, and the names that it assigns."""
+    path = ROOT / file if file.startswith("lab/") else house.SOURCE / file
+    found = set()
+
+    def walk(body, lead):
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(lead + node.name)
+                walk(node.body, f"{lead}{node.name}." if isinstance(node, ast.ClassDef) else lead)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(lead + target.id for target in targets if isinstance(target, ast.Name))
+
+    if path.exists():
+        walk(ast.parse(path.read_text()).body, "")
+    return found
