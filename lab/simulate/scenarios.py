@@ -9,7 +9,7 @@ import numpy as np
 from lab.simulate.cluster import Outcome, good, simulate, summary
 from lab.simulate.machine import MACHINES, Attention
 from lab.simulate.traffic import MIXES, Arrival, Stream
-from tessera.runtime.scheduler import Policy
+from tessera.runtime.scheduler import Order
 
 GOAL = 0.99
 """Share of requests that must meet both limits: on the first token and on later tokens (`cluster.good`)."""
@@ -27,7 +27,7 @@ GREEDY = 10.0
 
 
 def capacity(
-    machine: str, attention: Attention, policy: Policy, mix: str, *, seconds: float = WINDOW_S
+    machine: str, attention: Attention, order: Order, mix: str, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
     """Find by bisection the highest rate (requests/s) at which one replica serves a share GOAL within the limits.
 
@@ -41,7 +41,7 @@ def capacity(
     def holds(rate: float) -> bool:
         arrivals = Stream(mix=MIXES[mix], rate=rate, seconds=seconds).arrivals()
         most_late = int((1 - GOAL) * len(arrivals))
-        found = summary(simulate(one, attention, policy, arrivals, most_late=most_late))
+        found = summary(simulate(one, attention, order, arrivals, most_late=most_late))
         tried[rate] = bool(arrivals) and found["in_slo"] >= GOAL
         if tried[rate] and rate > best.get("rate", 0.0):
             best.update(found, rate=rate)
@@ -60,7 +60,7 @@ def capacity(
     return {"rate": 0.0, **best, "tried": sorted(tried.items())}
 
 
-def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seconds: float) -> dict[str, Any]:
+def day(machine: str, attention: Attention, order: Order, peak: float, *, seconds: float) -> dict[str, Any]:
     """Serve a day of mixed load during which replicas are lost (LOSSES).
 
     The busiest moment has `peak` requests per second. The day lasts `seconds`; a shorter day has the same rates, but
@@ -73,7 +73,7 @@ def day(machine: str, attention: Attention, policy: Policy, peak: float, *, seco
     on = MACHINES[machine]
     losses = [(seconds * part, number % on.replicas) for number, part in enumerate(LOSSES)]
     arrivals = Stream(mix=MIXES["mixed"], rate=peak, seconds=seconds, daily=True).arrivals()
-    outcome = simulate(on, attention, policy, arrivals, losses=losses)
+    outcome = simulate(on, attention, order, arrivals, losses=losses)
     return {**summary(outcome), "peak": peak, "hours": hours(outcome, arrivals, seconds / 24)}
 
 
@@ -90,7 +90,7 @@ def hours(outcome: Outcome, arrivals: Sequence[Arrival], hour_s: float) -> list[
 
 
 def greedy(
-    machine: str, attention: Attention, policy: Policy, rate: float, *, seconds: float = WINDOW_S
+    machine: str, attention: Attention, order: Order, rate: float, *, seconds: float = WINDOW_S
 ) -> dict[str, Any]:
     """Serve TENANTS equal tenants on one replica, then again with one of them sending GREEDY times as much.
 
@@ -104,7 +104,7 @@ def greedy(
     runs = []
     for factor in (1.0, GREEDY):
         arrivals = tenants(rate, factor, seconds)
-        runs.append((arrivals, simulate(one, attention, policy, arrivals)))
+        runs.append((arrivals, simulate(one, attention, order, arrivals)))
     others = [[each for each in run.ended if each.arrival.tenant != "tenant 0"] for _, run in runs]
     p99 = [float(np.percentile([each.first_s - each.work.arrived_s for each in own], 99)) for own in others]
     return {
