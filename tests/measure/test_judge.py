@@ -500,7 +500,7 @@ def test_the_published_tables_judge_the_shipped_plan():
         judged = [r for r in report_real.answered(stored, op) if r.facts["policy"] == contenders.PLAN]
         assert len(judged) >= 12
         for record in judged:
-            assert record.what.config == json.loads(json.dumps(dataclasses.asdict(shipped)))
+            assert record.what.config == json.loads(json.dumps(real.settings_of(shipped)))
 
 
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):

@@ -32,6 +32,7 @@ from tessera.measure.judge.contenders import CONTROL, PLAN, WINDOW, Contender, c
 from tessera.runtime.compilation import forget_programs
 from tessera.runtime.score import CHUNK
 from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
@@ -135,7 +136,7 @@ class Ledger:
             kernel=contender.name,
             workload=f"{question}: {contender.title}",
             dtype=self.dtype,
-            config=asdict(policy),
+            config=settings_of(policy),
             title=f"{question}, {contender.title}",
         )
         record = evidence.make(what, samples, command=self.command, **rest)
@@ -146,7 +147,9 @@ class Ledger:
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
         """Return the contender's record on a question; None if there is none or its policy had other settings."""
         record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
-        return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
+        if record is None or _plain(record.what.config) != _plain(settings_of(contender.policy)):
+            return None
+        return record
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
         """Return the named contender's outcomes, 1 or 0 per document and question; None if it has no record."""
@@ -322,6 +325,14 @@ def in_order(
     first = [job for wanted in order for own in left for question, job in own if question == wanted]
     rest = [jobs(model, contender, material, sizes, ledger) for contender in entries if contender not in in_turn]
     return first + [job for own in rest for _, job in own]
+
+
+def settings_of(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a policy on which a judged number depends.
+
+    The cross-over of decode is not one: `score.Run` runs answers, too, under the policy of a prefill.
+    """
+    return {name: value for name, value in asdict(policy).items() if name != "decode_crossover"}
 
 
 def _plain(config: Mapping[str, Any]) -> str:
