@@ -81,14 +81,13 @@ def test_choices_differ_by_seed_and_repeat(running):
 def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model, monkeypatch):
     prompts = [[65 + i] * (10 + 20 * i) for i in range(8)]
     expected = [answer.text for answer in model.generate(prompts, max_new_tokens=9)]
-    seen, gauge, compiled = [], running.service.metrics.gauge, running.metric("tessera:recompiles_total")
+    seen, gauge = [], running.service.metrics.gauge
     monkeypatch.setattr(running.service.metrics, "gauge", lambda **counts: seen.append(counts) or gauge(**counts))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda prompt: ask(running, prompt, max_tokens=9).choices[0].text, prompts))
     assert found == expected
     assert 2 <= max(counts["running"] for counts in seen) <= 4  # two rows for each policy
     assert 2 < max(counts["waiting"] for counts in seen) <= 8
-    assert running.metric("tessera:recompiles_total") == compiled
     assert running.metric("tessera:step_cost_seconds") > 0
     assert running.metric("tessera:step_limit_seconds") > 0
     several = ask(running, prompts[:3], max_tokens=9)
