@@ -389,7 +389,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
             plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
 
     jax.lax.fori_loop(0, count, copy_block, None)
-    # Pallas' interpreter demands that whoever waits on a barrier observes all its phases, the last ones too.
+    # Pallas' interpreter demands that a thread which waits on a barrier observes all its phases, the last ones too.
     jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
 
 

@@ -175,7 +175,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
             buffer = jnp.where(own, c + 1, 0)
             counts = [jnp.where(own, i.count, a.count) for i, a in zip(items, ahead, strict=True)]
             counts = [jnp.clip(n - buffer * cut.block_tiles, 0, cut.block_tiles) for n in counts]
-            for slot in (0, 1):  # the two buffers are separate arrays (see `Refs.tiles`), so each has code of its own
+            for slot in (0, 1):  # the two buffers are separate arrays (see `Refs.tiles`), so each needs separate code
 
                 @pl.when((turn + c) % 2 == slot)
                 def either(slot=slot):
