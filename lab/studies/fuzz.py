@@ -106,7 +106,7 @@ class Bench:
         self.sound = {name: self.place(name).read_bytes() for name in TARGETS}
         module = "lab.studies.fuzz_worker"
         folders = [self.root / "whole" / "model", self.root / "planned" / "model", self.root / "gguf" / GGUF]
-        command = [sys.executable, "-P", "-m", module, *map(str, folders)]
+        command = [sys.executable, "-m", module, *map(str, folders)]
         self.worker = Worker(command, niceness=niceness, ready_s=READY_S)
         self.expected = {}
         for name in TARGETS:
