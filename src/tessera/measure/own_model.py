@@ -6,7 +6,6 @@ The two policies take turns.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +38,8 @@ def run(
 
     Args:
         model: folder, hub id or GGUF file, as for `tessera.load`.
-        plan: file of the model's plan; None lets `load` find it. The plan's cross-over is ignored.
+        plan: file of the model's plan; None lets `load` find it. Tokens below its cross-over run dense, as in every
+            command.
         lengths: prompt lengths in tokens; lengths beyond the model's context are skipped.
         out: file to append to; None means evidence/model-<device>.jsonl under the working folder.
         command: command line that repeats the run, for the records.
@@ -56,7 +56,7 @@ def run(
     if not fitting:
         raise ValueError(f"{lengths=} must include one within the model's context of {loaded.config.max_positions}")
     out = Path("evidence") / f"model-{hardware.device_slug()}.jsonl" if out is None else Path(out)
-    policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
+    policies = {"dense": Dense(), "kascade": loaded.policy}
     pools = {  # one cache size for all lengths compiles fewer programs
         name: RowPool(loaded.params, loaded.config, policy, rows=1, num_keys=max(fitting))
         for name, policy in policies.items()
