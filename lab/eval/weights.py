@@ -95,7 +95,7 @@ def run(
     """
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, but the questions are text: pass a model with a tokenizer")
-    sizes = real.fitting(sizes, model.config.max_positions)
+    sizes = real.fitting(sizes, model.config.max_positions, 0)
     out = Path("evidence") / f"weights-{hardware.device_slug()}.jsonl" if out is None else Path(out)
 
     def load_form(name: str) -> Model:

@@ -37,6 +37,11 @@ def model(tmp_path_factory):
     return generate.load(save_tiny(tmp_path_factory.mktemp("real"), dataclasses.replace(CONFIG, max_positions=2048)))
 
 
+def everywhere(model):
+    """The model's plan without a cross-over."""
+    return dataclasses.replace(Plan.load(f"{model.source}/plan.json"), crossover_tokens=0, decode_crossover=None)
+
+
 # --- documents and questions
 
 
@@ -233,7 +238,7 @@ def by_chunk(model, policy, tokens):
 
 @pytest.mark.parametrize("budgets", [(), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))], ids=["fraction", "per head"])
 def test_rivals_read_as_many_keys_as_the_plan(model, budgets):
-    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.15, minimum=64, budgets=budgets)
+    plan = dataclasses.replace(everywhere(model), fraction=0.15, minimum=64, budgets=budgets)
     tokens = np.random.default_rng(3).integers(32, 127, 2048).astype(np.int32)
     keys = contenders.profile(model, contenders.plan_policy(model, plan), tokens)
     shares = {}
@@ -257,7 +262,7 @@ def test_without_whole_heads_no_rival_is_the_window_under_another_name(model):
 
 
 def test_the_control_reads_what_the_plan_reads_without_choosing(model):
-    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), local=32, sinks=16)
+    plan = dataclasses.replace(everywhere(model), local=32, sinks=16)
     rows = np.arange(512)
     own = rows % plan.query_tile + 1 + np.minimum(rows // plan.query_tile * plan.query_tile, 32 + 16)
     for budgets in ((), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))):
@@ -332,7 +337,7 @@ def small_suite():
 @pytest.fixture(scope="module")
 def records(model, small_suite, tmp_path_factory):
     out = tmp_path_factory.mktemp("records") / "real.jsonl"
-    plan = Plan.load(f"{model.source}/plan.json")
+    plan = everywhere(model)
     assert real.run(model, plan, text=TEXT, out=out) == 0
     return out
 
@@ -394,7 +399,7 @@ def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):
     whole = records.read_text().splitlines(keepends=True)
     again = tmp_path / "again.jsonl"
     again.write_text("".join(whole[:8]) + whole[8][:40])  # as after a kill
-    plan = Plan.load(f"{model.source}/plan.json")
+    plan = everywhere(model)
     real.run(model, plan, text=TEXT, out=again, resume=True)
     assert [r.key for r in evidence.read(again)] == [r.key for r in evidence.read(records)]
     facts = [[r.facts for r in evidence.read(path)] for path in (again, records)]
@@ -406,7 +411,7 @@ def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, 
     again = tmp_path / "again.jsonl"
     again.write_bytes(records.read_bytes())
     before = len(evidence.read(again))
-    useless = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.0, minimum=0)
+    useless = dataclasses.replace(everywhere(model), fraction=0.0, minimum=0)
     real.run(model, useless, text=TEXT, out=again, resume=True)
     new = evidence.read(again)[before:]
     assert {r.facts["policy"] for r in new} == {"the plan", "window + sink"}
@@ -419,7 +424,7 @@ def test_other_plans_are_compared_with_the_plan(records, small_suite, model, tmp
     """The same plan as a rival repeats the plan's figures; a plan that reads all keys is dense."""
     both = tmp_path / "both.jsonl"
     both.write_bytes(records.read_bytes())
-    before, plan = len(evidence.read(both)), Plan.load(f"{model.source}/plan.json")
+    before, plan = len(evidence.read(both)), everywhere(model)
     others = {"same": plan, "all": dataclasses.replace(plan, fraction=1.0)}
     real.run(model, plan, text=TEXT, out=both, resume=True, others=others)
     found = evidence.read(both)
@@ -483,6 +488,38 @@ def test_gaps_are_ratios_to_the_exact_choice(records):
     assert report_real.gaps(found) == ""
 
 
+def test_what_runs_dense_is_not_judged(model):
+    whole = real.fitting(SMALL, 2048, 0)
+    assert whole == SMALL
+    late = real.fitting(SMALL, 2048, 300)
+    assert real.ranges(late) == [(512, 1024)]
+    assert {length for _, length, _ in (*late.documents, *late.brief)} == {1024}
+    with pytest.raises(ValueError, match='crossover_tokens=1025 leaves nothing to judge: up to 1024 tokens .* "cross'):
+        real.fitting(SMALL, 2048, 1025)
+
+
+def test_the_rule_of_position_is_the_plans_and_its_rivals_alike(model):
+    """A rival that decoded sparse where the plan decodes dense would be judged by another rule."""
+    plan = dataclasses.replace(everywhere(model), crossover_tokens=512, decode_crossover=700)
+    found = list(contenders.contenders(model, plan, ((512, 256.0), (2048, 500.0)), 2048, scales=(0.5,)))
+    assert len(found) > 12
+    for contender in found[1:]:
+        policy = contender.policy
+        assert [policy.at_position(n, 128) == Dense() for n in (0, 511, 512, 2000)] == [True, True, False, False]
+        assert [policy.decode_at(n, 128) == Dense() for n in (512, 699, 700)] == [True, True, False]
+
+
+def test_rivals_read_as_many_keys_after_the_cross_over(model):
+    plan = dataclasses.replace(everywhere(model), fraction=0.15, minimum=64, crossover_tokens=1024)
+    tokens = np.random.default_rng(3).integers(32, 127, 2048).astype(np.int32)
+    keys = contenders.profile(model, contenders.plan_policy(model, plan), tokens, 1024)
+    shares = {c.title: by_chunk(model, c.policy, tokens) for c in contenders.contenders(model, plan, keys, 2048)
+              if c.title in (contenders.PLAN, contenders.WINDOW)}  # fmt: skip
+    assert shares[contenders.PLAN][:2].tolist() == shares[contenders.WINDOW][:2].tolist() == [1, 1]
+    assert max(shares[contenders.PLAN][2:]) < 0.5
+    np.testing.assert_allclose(shares[contenders.WINDOW], shares[contenders.PLAN], atol=0.02)
+
+
 def test_what_cannot_run_is_refused(model):
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         real.run(model, None, suite="nosuch")
@@ -495,12 +532,13 @@ def test_what_cannot_run_is_refused(model):
 
 def test_the_published_tables_judge_the_shipped_plan():
     stored = [r for path in EVIDENCE.glob("real-*.jsonl") for r in evidence.read(path)]
-    shipped = Kascade.from_plan(dataclasses.replace(Plan.load(REAL_PLAN), crossover_tokens=0))
+    shipped = Kascade.from_plan(Plan.load(REAL_PLAN))
+    rule = {name: getattr(shipped, name) for name in ("crossover_tokens", "decode_crossover")}
     for op in (report_real.TEXT, report_real.TASK):
         judged = [r for r in report_real.answered(stored, op) if r.facts["policy"] == contenders.PLAN]
         assert len(judged) >= 12
         for record in judged:
-            assert record.what.config == json.loads(json.dumps(real.settings_of(shipped)))
+            assert record.what.config | rule == json.loads(json.dumps(dataclasses.asdict(shipped)))
 
 
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):

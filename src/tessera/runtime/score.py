@@ -123,11 +123,21 @@ class Run:
 
         All tokens have the policy of the first one.
         """
+        return self._call(tokens, start, rows, self._at(start))
+
+    def decode(self, token: int, position: int) -> Chunk:
+        """Run one token as a decode step."""
+        policy = self.policy if self.array is not None else self.policy.decode_at(position, self.unit)
+        return self._call([token], position, 1, policy)
+
+    def _at(self, position: int) -> PolicyOf:
+        return self.policy if self.array is not None else self.policy.at_position(position, self.unit)
+
+    def _call(self, tokens: Any, start: int, rows: int, policy: PolicyOf) -> Chunk:
         interrupt.check()
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
         where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
-        policy = self.policy if self.array is not None else self.policy.at_position(start, self.unit)
         hidden, self.cache, notes = run_chunk(
             self.model.params, self.cache, padded, *where, self.array, config=self.model.config, policy=policy
         )
@@ -138,10 +148,8 @@ class Run:
         start = 0
         while start < len(tokens):
             end = min(start + self.rows, len(tokens))
-            if self.array is None:
-                first = self.policy.at_position(start, self.unit)
-                units = range(round_up(start + 1, self.unit), end, self.unit)
-                end = next((n for n in units if self.policy.at_position(n, self.unit) != first), end)
+            first, units = self._at(start), range(round_up(start + 1, self.unit), end, self.unit)
+            end = next((n for n in units if self._at(n) != first), end)
             yield self.call(tokens[start:end], start, self.rows)
             start = end
 

@@ -10,7 +10,7 @@ from jax import Array
 from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.selection import check_budget, select_tiles
-from tessera.core.shapes import ceil_div
+from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
@@ -51,6 +51,20 @@ class Dense(Counted):
 
     def attend(self, layer, q, kv, spec, positions, state):
         return self.read_all(layer, q, kv, spec, positions, state)
+
+
+class DenseBefore:
+    """Rule of position for a policy with the fields `crossover_tokens` and `decode_crossover` of a plan."""
+
+    def at_position(self, position: int, unit: int) -> Policy:
+        """Return `Dense` below `crossover_tokens`, rounded up to a multiple of `unit`; from there on, this policy."""
+        return Dense() if position < round_up(self.crossover_tokens, unit) else self
+
+    def decode_at(self, position: int, unit: int) -> Policy:
+        """Return `Dense` below `decode_crossover`, from there on this policy; without a value, as `at_position`."""
+        if self.decode_crossover is None:
+            return self.at_position(position, unit)
+        return Dense() if position < self.decode_crossover else self
 
 
 @dataclass(frozen=True, kw_only=True)

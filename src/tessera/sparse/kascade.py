@@ -21,8 +21,8 @@ from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.parallel import traced_head_parts
 from tessera.attention.selection import capacity_for, select_tiles
-from tessera.core.shapes import ceil_div, round_up
-from tessera.sparse.baselines import Dense
+from tessera.core.shapes import ceil_div
+from tessera.sparse.baselines import DenseBefore
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import Choice, Plan
@@ -43,7 +43,7 @@ class KascadeState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kascade(Choice, Policy):
+class Kascade(DenseBefore, Choice, Policy):
     """Anchor layers score all keys, layers in `own` select by cheap scores, and all other layers reuse a selection."""
 
     @classmethod
@@ -53,16 +53,6 @@ class Kascade(Choice, Policy):
     @property
     def name(self) -> str:
         return "kascade"
-
-    def at_position(self, position: int, unit: int) -> Policy:
-        """Return `Dense` below `crossover_tokens`, rounded up to a multiple of `unit`; from there on, this policy."""
-        return Dense() if position < round_up(self.crossover_tokens, unit) else self
-
-    def decode_at(self, position: int, unit: int) -> Policy:
-        """Return `Dense` below `decode_crossover`, from there on this policy; without a value, as `at_position`."""
-        if self.decode_crossover is None:
-            return self.at_position(position, unit)
-        return Dense() if position < self.decode_crossover else self
 
     def roles(self) -> tuple[str, ...]:
         """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor without reuse)."""

@@ -88,7 +88,7 @@ class Runner:
                 right += int(scores.argmax()) == token
                 wanted += 1
             if index + 1 < len(answer):
-                hidden = self.run([token], start + len(suffix) + index, 1)[0]
+                hidden = self._count(self.held.decode(token, start + len(suffix) + index)).hidden[0]
         return Outcome(right == wanted, total, right)
 
     def density(self) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ class Runner:
 def run_trials(
     model: Model, policy: Policy, documents: Sequence[Document], *, num_keys: int | None = None
 ) -> list[Answers]:
-    """Ask every question of every document under a policy. Its cross-over counts: set it to 0 to judge every position.
+    """Ask every question of every document under a policy, with its cross-overs of prefill and decode.
 
     Args:
         num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation,

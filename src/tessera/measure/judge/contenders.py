@@ -1,15 +1,16 @@
 """Build rivals of a plan: policies that read as many keys at every position, but choose them by another rule.
 
-The comparison shows what the plan's choice of keys adds. `profile` runs one text under the plan and returns the number
-of keys read at each position, as a mean over layers and heads. That number is a rival's budget. A query tile's own
-tiles, which hold its own positions, count toward the budget, and so does the first tile if the rival keeps sinks.
+The comparison shows what the plan's choice of keys adds. All run dense below the plan's cross-over, as the plan does.
+`profile` runs one text under the plan and returns the number of keys read at each position, as a mean over layers and
+heads. That number is a rival's budget. A query tile's own tiles, which hold its own positions, count toward the budget,
+and so does the first tile if the rival keeps sinks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from tessera.attention.selection import find_marks, keep_largest
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
 from tessera.measure.judge.answers import Runner
-from tessera.sparse.baselines import Counted, Dense
+from tessera.sparse.baselines import Counted, Dense, DenseBefore
 from tessera.sparse.contract import Policy
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import Plan
@@ -44,6 +45,8 @@ FRONTIER = (WINDOW, EXACT, "mean keys of 4")
 """Rivals that also run at budgets other than the plan's (the frontier)."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
 """Rivals that run first, in this order."""
+SHARED = ("query_tile", "crossover_tokens", "decode_crossover")
+"""Fields that a rival takes from the plan."""
 LEAST = 128
 """Minimum keys that a rival reads if its budget is a share of the visible keys."""
 
@@ -51,22 +54,33 @@ Knots = tuple[tuple[int, float], ...]
 """A budget: ascending points (position, number of keys read), with linear interpolation between them."""
 
 
-def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
+def profile(model: Model, policy: Policy, tokens: Sequence[int], start: int = 0) -> Knots:
     """Run a text under a policy; return the number of keys that it reads at each position, as a budget.
 
-    The budget has a point in the middle of every chunk, whose value is the mean over the chunk's rows, all layers and
-    all KV heads. It also has a point at position 0 (one key) and a point at the text's end (extrapolated).
+    The budget has a point in the middle of every chunk from `start` on, whose value is the mean over the chunk's rows,
+    all layers and all KV heads. It also has a point at `start` (one key at position 0, else extrapolated) and a point
+    at the text's end (extrapolated).
+
+    Raises:
+        ValueError: the text ends at `start` or before.
     """
+    if len(tokens) <= start:
+        raise ValueError(f"the text of {len(tokens)} tokens must be longer than start={start}")
     runner = Runner(model, policy, len(tokens))
     starts = [chunk.start for chunk in runner.fill(tokens)]
     ends = [*starts[1:], len(tokens)]
     read = np.array([np.asarray(reads.read, float).sum() for reads in runner.pending])
     heads = model.config.num_layers * model.config.num_kv_heads
-    keys = read / heads / [end - start for start, end in zip(starts, ends)]
-    middles = [(start + end) // 2 for start, end in zip(starts, ends)]
-    slope = (keys[-1] - keys[-2]) / (middles[-1] - middles[-2]) if len(keys) > 1 else 1.0
-    last = (len(tokens), round(float(keys[-1] + slope * (len(tokens) - middles[-1])), 1))
-    return ((0, 1.0), *((m, round(float(k), 1)) for m, k in zip(middles, keys)), last)
+    keys = (read / heads / [end - first for first, end in zip(starts, ends)]).tolist()
+    points = [((first + end) // 2, n) for first, end, n in zip(starts, ends, keys) if first >= start]
+    low = (0, 1.0) if start == 0 else (start, _extrapolate(points[1::-1], start))
+    return tuple((at, round(n, 1)) for at, n in (low, *points, (len(tokens), _extrapolate(points[-2:], len(tokens)))))
+
+
+def _extrapolate(points: Sequence[tuple[int, float]], position: int) -> float:
+    """Extend the line through two points, the nearer one last, to a position; one key more per position from one."""
+    slope = 1.0 if len(points) == 1 else (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
+    return points[-1][1] + slope * (position - points[-1][0])
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
@@ -150,7 +164,7 @@ are non-negative, and higher is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matched(Counted):
+class Matched(DenseBefore, Counted):
     """Policy in which every layer chooses tiles for itself by one rule, within a budget that depends on position.
 
     Attributes:
@@ -159,6 +173,7 @@ class Matched(Counted):
         whole: whether a head reads every key, whatever the budget, by layer and KV head; empty if no head does.
         tile, query_tile: as in Kascade.
         sinks: number of first tiles that are always read.
+        crossover_tokens, decode_crossover: the plan's; below them every key is read.
     """
 
     scores: str
@@ -167,6 +182,8 @@ class Matched(Counted):
     tile: int = 16
     query_tile: int = 32
     sinks: int = 1
+    crossover_tokens: int = 0
+    decode_crossover: int | None = None
 
     def __post_init__(self):
         if self.scores not in SCORES:
@@ -247,7 +264,7 @@ class Contender:
     Attributes:
         name: family of contenders; a picture draws each family as one line.
         title: unique description.
-        policy: the policy, without a cross-over to dense.
+        policy: the policy, with the plan's cross-over to dense.
         brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and EXACT at
             the plan's budget run the full list.
     """
@@ -284,16 +301,15 @@ def contenders(
         others: other plans of the model by name, each with its own budget.
     """
     yield Contender(name="dense", title="dense", policy=Dense())
-    query_tile = 32 if plan is None else plan.query_tile
+    own = {} if plan is None else {name: getattr(plan, name) for name in SHARED}
     if plan is not None:
         yield Contender(name="control", title=CONTROL, policy=plan_policy(model, without_choice(plan)))
         yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
         for name, other in others.items():
             yield Contender(name="other plan", title=OTHER + name, policy=plan_policy(model, other), brief=True)
         whole = whole_heads(plan)
-        own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
-        near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
-        rivals = [*rules(keys, query_tile)]
+        near = Matched(scores="newest", keys=left_for_others(keys, whole), whole=whole, tile=plan.tile, **own)
+        rivals = [*rules(keys, **own)]
         if np.any(whole):  # without whole heads it equals the window
             rivals.append(Contender(name=NEAR, title=NEAR, policy=near))
         rivals.sort(key=lambda rival: MAIN.index(rival.name) if rival.name in MAIN else len(MAIN))
@@ -302,7 +318,7 @@ def contenders(
                 yield replace(rival, brief=rival.name != EXACT)
     wanted = only or (FRONTIER if shares else ())
     for share in shares or (() if plan else (0.25,)):
-        for rival in rules(flat(share, LEAST, longest), query_tile):
+        for rival in rules(flat(share, LEAST, longest), **own):
             if not wanted or rival.name in wanted:
                 yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", brief=True)
     for scale in scales if plan is not None else ():
@@ -311,8 +327,8 @@ def contenders(
         yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), brief=True)
 
 
-def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Yield a contender for each rule that chooses tiles, all with the same budget."""
+def rules(keys: Knots, **own: Any) -> Iterator[Contender]:
+    """Yield a contender for each rule that chooses tiles, all with the same budget; `own` are other fields."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
@@ -324,13 +340,13 @@ def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
         ("min and max", "min and max", 16),
         ("random tiles", "random", 16),
     ):
-        policy = Matched(scores=scores, keys=keys, tile=tile, query_tile=query_tile, sinks=ceil_div(16, tile))
+        policy = Matched(scores=scores, keys=keys, tile=tile, sinks=ceil_div(16, tile), **own)
         yield Contender(name=name, title=name, policy=policy)
 
 
 def plan_policy(model: Model, plan: Plan) -> Policy:
-    """Build the plan's policy without its cross-over, so that it is sparse at every length."""
-    return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
+    """Build the plan's policy as `load` does, with its cross-overs."""
+    return policy_for("kascade", model.config, plan)
 
 
 def with_budget(plan: Plan, scale: float) -> Plan:

@@ -1,6 +1,6 @@
 """Judge a plan on a real model, by closeness to dense and by questions, against rivals that read as many keys.
 
-    tessera eval --suite real                    short form: 2,048 and 4,096 tokens, a window as the only rival
+    tessera eval --suite real                    short form: up to 4,096 tokens, a window as the only rival
     tessera eval --suite real-full --resume      every length, kind and rival, also at other budgets; takes hours
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
@@ -8,6 +8,9 @@ of each question. Rivals read as many keys as the plan at every position (`conte
 without its choice of keys: heads that read every key under the plan still do, and the other heads read only the query
 tile's own tiles, local tiles and sinks. If the control does as well as the plan on a task, the task says nothing about
 the choice of keys, and the task's record says so.
+
+The plan runs as it does for a user: tokens below its cross-over run dense, under the rivals and the control too. What
+lies wholly below the cross-over is left out, because there all of them are dense.
 """
 
 import json
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tessera.core import hardware
+from tessera.core.shapes import round_up
 from tessera.generate import Model
 from tessera.measure import evidence
 from tessera.measure.evidence import How, Record, What
@@ -32,7 +36,6 @@ from tessera.measure.judge.contenders import CONTROL, PLAN, WINDOW, Contender, c
 from tessera.runtime.compilation import forget_programs
 from tessera.runtime.score import CHUNK
 from tessera.sparse.baselines import Dense
-from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
@@ -54,6 +57,7 @@ class Sizes:
         windows: number of text windows per domain, each as long as the longest length.
         brief: `documents` for contenders whose `brief` is set. These are most rivals, other plans, and all contenders
             that run at a budget other than the plan's (the frontier).
+        start: first position that is judged; a multiple of 512.
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: budgets of the frontier's plans, as multiples of the plan's own budget.
@@ -63,6 +67,7 @@ class Sizes:
     documents: tuple[tuple[str, int, int], ...]
     windows: int
     brief: tuple[tuple[str, int, int], ...]
+    start: int = 0
     rivals: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
@@ -73,28 +78,25 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "real": Sizes(
             lengths=(2048, 4096),
             documents=(
-                ("single", 2048, 4),
-                ("single", 4096, 1),
-                ("alike", 2048, 1),
-                ("values", 2048, 1),
-                ("copy", 2048, 1),
+                ("single", 2048, 2),
+                ("single", 4096, 3),
+                *((kind, 4096, 1) for kind in ("alike", "values", "copy")),
             ),
             windows=1,
-            brief=(("single", 2048, 3),),
+            brief=(("single", 4096, 2),),
             rivals=("window + sink",),
         ),
         "real-full": Sizes(
             lengths=(1024, 2048, 4096, 8192),
             documents=(
-                ("single", 2048, 13),
                 ("single", 4096, 13),
-                *((kind, 2048, 5) for kind in ("alike", "keys", "values", "copy", "chain", "count")),
-                ("single", 8192, 13),
-                *((kind, 4096, 3) for kind in ("keys", "values", "copy")),
+                ("single", 8192, 5),
+                *((kind, 4096, 3) for kind in ("alike", "keys", "values", "copy", "chain", "count")),
+                ("single", 2048, 13),
                 ("single", 1024, 5),
             ),
             windows=1,
-            brief=(("single", 2048, 5), ("single", 4096, 3)),
+            brief=(("single", 4096, 5), ("single", 8192, 2)),
             shares=(0.1, 0.3),
             scales=(0.5, 2.0),
         ),
@@ -136,7 +138,7 @@ class Ledger:
             kernel=contender.name,
             workload=f"{question}: {contender.title}",
             dtype=self.dtype,
-            config=settings_of(policy),
+            config=asdict(policy),
             title=f"{question}, {contender.title}",
         )
         record = evidence.make(what, samples, command=self.command, **rest)
@@ -147,7 +149,7 @@ class Ledger:
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
         """Return the contender's record on a question; None if there is none or its policy had other settings."""
         record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
-        if record is None or _plain(record.what.config) != _plain(settings_of(contender.policy)):
+        if record is None or _plain(record.what.config) != _plain(asdict(contender.policy)):
             return None
         return record
 
@@ -196,8 +198,8 @@ class Material:
 
 
 def ranges(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return the position ranges that get a record each: 0 to the first length, then from each length to the next."""
-    return list(zip((0, *sizes.lengths[:-1]), sizes.lengths))
+    """Return the position ranges that get a record each: to the first length, then from each length to the next."""
+    return list(zip((sizes.start, *sizes.lengths[:-1]), sizes.lengths))
 
 
 def judge_text(
@@ -327,14 +329,6 @@ def in_order(
     return first + [job for own in rest for _, job in own]
 
 
-def settings_of(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a policy on which a judged number depends.
-
-    The cross-over of decode is not one: `score.Run` runs answers, too, under the policy of a prefill.
-    """
-    return {name: value for name, value in asdict(policy).items() if name != "decode_crossover"}
-
-
 def _plain(config: Mapping[str, Any]) -> str:
     """Encode a policy's configuration as JSON, so that a tuple compares equal to the list read back from a file."""
     return json.dumps(config, sort_keys=True)
@@ -357,35 +351,42 @@ def run(
         others: other plans of the model by name, with which to compare the plan.
 
     Raises:
-        ValueError: the suite is unknown, the model has no tokenizer, or its context is too short.
+        ValueError: the suite is unknown, the model has no tokenizer, its context is too short, or the plan's cross-over
+            leaves no length on which the plan is not dense.
     """
     if suite not in SUITES:
         raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, but the questions are text: pass a model with a tokenizer")
-    sizes = fitting(SUITES[suite], model.config.max_positions)
+    sizes = fitting(SUITES[suite], model.config.max_positions, 0 if plan is None else plan.crossover_tokens)
     out = Path("evidence") / f"real-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     ledger = Ledger.open(out, command, model.precision, resume)
     material = Material.of(model, sizes, text)
     window = next(iter(material.windows.values()))[0]
-    keys = () if plan is None else profile(model, plan_policy(model, plan), window)
+    keys = () if plan is None else profile(model, plan_policy(model, plan), window, sizes.start)
     budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales, "others": others}
     entries = list(contenders(model, plan, keys, sizes.lengths[-1], **budgets))
     announce(in_order(model, entries, material, sizes, ledger))
     return 0
 
 
-def fitting(sizes: Sizes, context: int) -> Sizes:
-    """Return the sizes without the lengths that exceed the context.
+def fitting(sizes: Sizes, context: int, crossover: int) -> Sizes:
+    """Return the sizes without the lengths that exceed the context, or at which everything runs dense.
 
     Raises:
-        ValueError: every length exceeds the context.
+        ValueError: no length is left.
     """
-    lengths = tuple(length for length in sizes.lengths if length <= context)
-    if not lengths:
+    if sizes.lengths[0] > context:
         raise ValueError(f"the model's context of {context} tokens is too short: {sizes.lengths[0]} are needed")
-    documents, brief = (tuple(one for one in own if one[1] <= context) for own in (sizes.documents, sizes.brief))
-    return replace(sizes, lengths=lengths, documents=documents, brief=brief)
+    start, longest = round_up(crossover, CHUNK), max(length for length in sizes.lengths if length <= context)
+    if start >= longest:
+        raise ValueError(
+            f"the plan's crossover_tokens={crossover} leaves nothing to judge: up to {longest} tokens the plan runs "
+            f'dense here. To judge its choice of keys, pass a copy of the plan with "crossover_tokens": 0'
+        )
+    lengths = tuple(length for length in sizes.lengths if start < length <= context)
+    documents, brief = (tuple(one for one in own if one[1] in lengths) for own in (sizes.documents, sizes.brief))
+    return replace(sizes, lengths=lengths, documents=documents, brief=brief, start=start)
 
 
 def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
