@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx2
 
-from tessera.serve import load_client as load
+from lab.served import load_client as load
 
 READY_S = 1800.0
 """Maximum seconds for a server to start and compile its programs, which takes long on a busy machine."""
@@ -121,7 +121,7 @@ class Client:
         self.tokens: list[int] = []
 
     async def __aenter__(self) -> Self:
-        self.tokens = await load.tokens_of(self.http, self.url)
+        self.tokens = await load.tokens_of(self.http)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -129,8 +129,7 @@ class Client:
 
     def prompts(self, count: int, length: int, *, seed: int, shared: int = 0) -> list[list[int]]:
         """Draw `count` prompts of `length` tokens that share their first `shared` tokens."""
-        sent = load.Load(rate=1.0, requests=count, prompt_tokens=length, shared_tokens=shared, seed=seed)
-        return load.prompts(sent, self.tokens)
+        return load.prompts(self.tokens, count, length, seed=seed, shared=shared)
 
     async def ask(self, prompt: Sequence[int], new_tokens: int, *, tenant: int = 0, **options: object) -> load.Outcome:
         """Stream one completion with the API key of this tenant.

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import httpx2
 
+from lab.served import load_client as load
 from lab.served.child import KEYS, READY_S, Client, Server, header, serving
+from lab.served.load_client import Outcome
 from lab.served.speed import Found
 from lab.served.stand import SLOTS, Stand, rate
 from tessera.runtime.spill import audit
-from tessera.serve import load_client as load
-from tessera.serve.load_client import Outcome
 
 REQUESTS = 10_000
 """Number of requests that `leaks` sends."""

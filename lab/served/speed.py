@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lab.served.child import Client
+from lab.served.load_client import Outcome
 from lab.served.stand import SLOTS, Sizes, Stand, first_s, gaps_s, jain, percentile, rate
-from tessera.serve.load_client import Outcome
 
 Found = tuple[Mapping[str, float], Mapping[str, Any]]
 

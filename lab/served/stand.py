@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from lab.served.child import Server
-from tessera.serve.load_client import Outcome
+from lab.served.load_client import Outcome
 
 SLOTS = 16
 """Number of requests that a server answers at a time."""

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from lab.report.figures_served import figures
-from lab.served import abuse, simulated, stand
+from lab.served import abuse, load_client, simulated, stand
+from lab.served.load_client import Outcome
 from lab.studies import serving
 from lab.studies.serving import CASES, Case, Goal, grouped, record, study
 from tessera.core import files
 from tessera.runtime.costs import LinearCosts
-from tessera.serve.load_client import Outcome
 
 
 def test_jain_is_1_for_equal_shares_and_1_of_n_for_one_taker():
@@ -31,6 +31,13 @@ def test_times_are_of_texts_and_tokens_of_usage():
     assert stand.gaps_s(outcomes) == [0.5, 1.5]
     with pytest.raises(ValueError, match="no request received the text"):
         stand.percentile([], 50)
+
+
+def test_prompts_share_their_beginning_and_no_more():
+    drawn = load_client.prompts(range(500), 20, 30, seed=0, shared=10)
+    assert {len(prompt) for prompt in drawn} == {30}
+    assert len({tuple(prompt[:10]) for prompt in drawn}) == 1
+    assert len({tuple(prompt[10:]) for prompt in drawn}) == 20
 
 
 def test_a_simulated_request_takes_its_prefill_and_waits_for_those_before_it():

@@ -42,10 +42,6 @@ FLAGS = {
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
         "--queue --dtype --kv-dtype --cache --weights --mesh --replicas --cors --debug"
     ).split(),
-    "load": (
-        "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
-        "--api-key-file --json --debug"
-    ).split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --decode-crossover --max-tokens --dtype --debug"
@@ -104,6 +100,7 @@ UNSAID = re.compile(r"None|default: *\)")
 UNKNOWN = {
     "genrate": "tessera has no command genrate: did you mean generate? (see tessera --help)",
     "llama-server": "tessera has no command llama-server: serve answers over HTTP",
+    "load http://a": "tessera has no command load: GuideLLM (`guidellm run`) measures a running server",
     "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (see tessera --help)",
     "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (see ",
     "generate hi -ngl 99": "tessera generate has no flag -ngl: JAX takes the accelerator that it finds",

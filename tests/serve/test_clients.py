@@ -1,4 +1,4 @@
-"""Clients: lm_eval, `tessera chat --url`, `tessera load`, the page in a browser; and servers of others."""
+"""Clients: lm_eval, `tessera chat --url`, the page in a browser; and servers of others."""
 
 import base64
 import hashlib
@@ -7,10 +7,7 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -164,13 +161,12 @@ class Other(ThreadingHTTPServer):
 
     Attributes:
         streams: body of each answer to come.
-        tokens: answer of /tokenize.
         asked: headers and body of each request for an answer.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.url, self.streams, self.tokens, self.asked = f"http://127.0.0.1:{self.server_port}", [], TOKENS, []
+        self.url, self.streams, self.asked = f"http://127.0.0.1:{self.server_port}", [], []
         self.hangs, self.released = threading.Event(), threading.Event()
 
 
@@ -190,9 +186,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
-        if self.path == "/tokenize":
-            self.send(200, self.server.tokens)
-            return
         self.server.asked.append((self.headers, json.loads(body)))
         stream = self.server.streams.pop(0)
         if isinstance(stream, int):
@@ -216,8 +209,7 @@ def said(text):
     return event({"choices": [{"delta": {"content": text}, "text": text}]})
 
 
-TOKENS, DONE, CUT, HANGS = b'{"tokens": [65, 66, 67, 68]}', "data: [DONE]\n\n", "<cut>", "<hangs>"
-COUNTS = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+DONE, CUT, HANGS = "data: [DONE]\n\n", "<cut>", "<hangs>"
 
 
 @pytest.fixture
@@ -325,7 +317,7 @@ def test_an_odd_answer_is_one_error_and_the_chat_goes_on(other, tmp_path, capsys
     assert [message["content"] for message in kept] == ["two", "whole"]
 
 
-def test_an_address_may_hold_a_password_that_no_message_shows(other, tmp_path, capsys):
+def test_an_address_may_hold_a_password_that_no_message_shows(other):
     address = other.url.replace("http://", " HTTP://me:secret@") + "/v1/"
     other.streams = [said("yes") + DONE]
     remarks = []
@@ -335,17 +327,13 @@ def test_an_address_may_hold_a_password_that_no_message_shows(other, tmp_path, c
     assert remarks == [f"other at {other.url}"]
     [(headers, _)] = other.asked
     assert headers["authorization"] == "Basic " + base64.b64encode(b"me:secret").decode()
-    other.tokens = b"{}"
-    assert cli.main(["load", address]) == 2
-    assert "secret" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "http://a\x01b"])
 def test_a_wrong_address_is_named(url, capsys):
-    for command in (["chat", "--url", url], ["load", url]):
-        assert cli.main(command) == 2
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert f"{url.encode('unicode_escape').decode()} is not an address" in line
+    assert cli.main(["chat", "--url", url]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{url.encode('unicode_escape').decode()} is not an address" in line
 
 
 def test_a_text_that_is_not_utf_8_is_named(other, tmp_path, capsys):
@@ -359,49 +347,6 @@ def test_a_wrong_key_is_named_before_the_warm_up_ends(running, monkeypatch):
     monkeypatch.setattr(running.service, "ready", False)
     with closing(RemoteChat(running.url, key="wrong")) as chat, pytest.raises(ValueError, match="refuses the API key"):
         chat.connect(print)
-
-
-def load(other, tmp_path, capsys, *flags):
-    """Run `tessera load` with one open request at a time; return its exit code and summary."""
-    code = cli.main(["load", other.url, "--clients", "1", "--prompt-tokens", "9", "--json", *flags])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_odd_answers_fail_by_name_and_the_load_goes_on(other, tmp_path, capsys):
-    streams = {
-        said("half") + event('{"choices": nonsense'): "an event is not one of OpenAI's API",
-        event([1]) + COUNTS: "an event is not one of OpenAI's API",
-        event({"choices": [{"text": ["x"]}]}) + COUNTS: "an event is not one of OpenAI's API",
-        event({"error": "boom"}): "boom",
-        event({"error": {"message": "bang"}}): "bang",
-        event({"error": {"code": 5}}): "{'code': 5}",
-        event({"usage": {"total_tokens": 3}}): "the stream ended early, or without token counts",
-        said("half") + CUT: "RemoteProtocolError",
-        429: "status 429: the context \\x1b[2J is full",
-    }
-    good = said("a\u2028b\x85") + event({"choices": None}) + 'data:{"error":null}\n\n' + COUNTS + DONE
-    other.streams = [good, *streams, good]
-    code, found = load(other, tmp_path, capsys, "--requests", str(len(other.streams)))
-    assert (code, found["completed"]) == (1, 2)
-    assert found["errors"] == dict(Counter(streams.values()))
-
-
-@pytest.mark.parametrize("tokens", [b'{"ids": [1]}', b"<html>", b'{"tokens": []}', b'{"tokens": ["a"]}', b"[]"])
-def test_a_load_names_a_server_without_tokens(other, capsys, tokens):
-    other.tokens = tokens
-    assert cli.main(["load", other.url]) == 2
-    assert f"error: {other.url}/tokenize" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_a_load_with_the_summary_of_what_has_ended(other):
-    other.streams = [said("x") + COUNTS + DONE] * 2 + [HANGS]
-    command = [sys.executable, "-m", "tessera", "load", other.url, "--clients", "1", "--prompt-tokens", "9", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert other.hangs.wait(300)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors.split()) == (130, ["interrupted"])
-    assert (json.loads(out)["completed"], json.loads(out)["errors"]) == (2, {})
 
 
 # --- the page

@@ -18,7 +18,6 @@ from tessera.cli.calibrate import Calibrate
 from tessera.cli.fit import Fit
 from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Command, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
-from tessera.cli.load import Load
 from tessera.cli.measure import Bench, Eval, Tune, Verify
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.processes import ProcessFlags
@@ -248,7 +247,6 @@ COMMANDS = MappingProxyType(
         "generate": Generate,
         "chat": Chat,
         "serve": Serve,
-        "load": Load,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,

@@ -22,9 +22,10 @@ COMMANDS = MappingProxyType(
         "perplexity": "eval judges a plan, calibrate measures what a plan loses",
         "quantize": "use `tessera generate --weights int8`, which rounds the weights in memory and writes no file",
         "version": "--version shows it",
+        "load": "GuideLLM (`guidellm run`) measures a running server, see docs/serving-figures.md",
     }
 )
-"""Commands of llama.cpp, vLLM and transformers, each with what to use instead."""
+"""Commands of llama.cpp, vLLM and transformers, and a former one of ours, each with what to use instead."""
 
 LABORATORY = MappingProxyType(
     {
