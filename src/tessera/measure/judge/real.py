@@ -72,6 +72,10 @@ class Sizes:
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
 
+    def name(self, question: str) -> str:
+        """Return a question's name in records: with a cross-over it is another question, which replaces none."""
+        return f"{question}, dense before {self.start:,}" if self.start else question
+
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
@@ -217,7 +221,7 @@ def judge_text(
         own = blocks[:, low // BLOCK : high // BLOCK].reshape(-1, 4)
         read, visible = counts[:, :, low // CHUNK : high // CHUNK].sum((0, 2))
         middle = paired.mean(own[:, 0])
-        question = f"{domain}, tokens {low:,} to {high:,}"
+        question = sizes.name(f"{domain}, tokens {low:,} to {high:,}")
         names = ("loss_dense", "loss", "agreement")
         facts = dict(zip(names, own[:, 1:].mean(0).round(6).tolist())) | {"mean": middle.value}
         facts |= {"low": middle.low, "high": middle.high, "policy": contender.title, "domain": domain}
@@ -258,14 +262,14 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
 
 
 def judge_trials(
-    model: Model, contender: Contender, documents: Sequence[probes.Document], longest: int, ledger: Ledger
+    model: Model, contender: Contender, documents: Sequence[probes.Document], sizes: Sizes, ledger: Ledger
 ) -> Record:
     """Record which questions of one kind and length a policy answers right, and its share of dense's right answers."""
     kind, length = documents[0].kind, documents[0].length
-    answers = run_trials(model, contender.policy, documents, num_keys=longest)
+    answers = run_trials(model, contender.policy, documents, num_keys=sizes.lengths[-1])
     found = [[int(o.found) for o in a.outcomes] for a in answers]
     share = paired.ratio([sum(own) for own in found], [len(own) for own in found])
-    question = f"{kind} at {length}"
+    question = sizes.name(f"{kind} at {length}")
     facts: dict[str, Any] = {"kind": kind, "length": length, "policy": contender.title, "found": found}
     facts |= {"logprob": [[round(o.logprob, 3) for o in a.outcomes] for a in answers], "brief": contender.brief}
     facts |= {"depths": [[round(q.depth, 3) for q in d.questions] for d in documents]}
@@ -300,18 +304,17 @@ def jobs(
     model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger
 ) -> Iterator[tuple[str, Callable[[], Sequence[Record]]]]:
     """Yield (question, job that makes its records) for every question that the contender still has to answer."""
-    longest = sizes.lengths[-1]
     for domain in material.windows:
-        questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
+        questions = [sizes.name(f"{domain}, tokens {low:,} to {high:,}") for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
             yield domain, lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
     for kind, length, count in sizes.brief if contender.brief else sizes.documents:
         question = f"{kind} at {length}"
-        if not ledger.get("eval real task", contender, question):
+        if not ledger.get("eval real task", contender, sizes.name(question)):
             yield (
                 question,
                 lambda k=kind, n=length, c=count: [
-                    judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
+                    judge_trials(model, contender, material.documents(k, n, c), sizes, ledger)
                 ],
             )
 
