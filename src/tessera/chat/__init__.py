@@ -11,11 +11,9 @@ prefix that the new prompt shares with the last prompt.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from tessera.chat.turns import Turns, answered, opening
+from tessera.chat.turns import Messages, Progress, Stream, Turns, answered, opening
 from tessera.generate import Interrupted, Model
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
@@ -29,20 +27,13 @@ NEW_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """One turn's answer.
-
-    Attributes:
-        generation: the answer and its statistics; its `density` covers this turn only.
-        reused_tokens: number of prompt tokens whose keys and values were still in the cache.
-        dropped_turns: number of the oldest turns (question and answer) that were dropped to stay within the context.
-    """
+    """One turn's answer (see `turns.Reply`), with its statistics: `density` covers this turn only."""
 
     generation: Generation
     reused_tokens: int
     dropped_turns: int
 
     def usage(self) -> str:
-        """Say in a few words what the answer cost."""
         return f"{self.reused_tokens} tokens from the cache; {self.generation.usage()}"
 
 
@@ -73,19 +64,10 @@ class Chat(Turns):
         self._engine: Engine | None = None
 
     def clear(self) -> None:
-        """Delete all messages except the system message; drop the cached keys of all messages."""
         super().clear()
         self._engine = None
 
-    def _answer(
-        self,
-        messages: list[dict[str, str]],
-        attempts: int,
-        stream: Callable[[str], Any] | None,
-        progress: Callable[[int, int], Any] | None,
-    ) -> Reply:
-        """Answer the question that ends `messages`; store the messages and the answer, without the oldest turns if the
-        conversation exceeds the context."""
+    def _answer(self, messages: Messages, attempts: int, stream: Stream | None, progress: Progress | None) -> Reply:
         started_s = time.perf_counter()
         messages, tokens, dropped = self._fit(messages)
         seed = later_seed(self.seed, attempts)
@@ -103,19 +85,16 @@ class Chat(Turns):
         self.messages, self._attempts = answered(messages, end.generation.text), attempts
         return Reply(generation=end.generation, reused_tokens=end.reused_tokens, dropped_turns=dropped)
 
-    def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages; raise ValueError if the chat template refuses another question after them."""
+    def _checked(self, messages: Messages) -> Messages:
         self._render([*messages, {"role": "user", "content": "hello"}])
         return messages
 
-    def _render(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render(self, messages: Messages) -> list[int]:
         return self.model.tokenizer.encode_chat(messages, parse_special=self.parse_special)
 
-    def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
-        """Drop the oldest turns until prompt and answer fit the context.
-
-        Return the remaining messages, their tokens, and the number of dropped turns.
-        """
+    def _fit(self, messages: Messages) -> tuple[Messages, list[int], int]:
+        """Drop the oldest turns until prompt and answer fit the context; return what is left, its tokens, and how many
+        turns were dropped."""
         limit, kept, dropped = self.model.config.max_positions, len(opening(self.system)), 0
         room = min(self.max_new_tokens, limit // 4)
         while True:

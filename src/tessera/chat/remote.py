@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from tessera.chat.turns import Turns, answered, opening
+from tessera.chat.turns import Messages, Progress, Stream, Turns, answered, opening
 from tessera.core import interrupt
 from tessera.core.escapes import escaped, quoted
 from tessera.generate import Interrupted
@@ -38,7 +38,6 @@ class RemoteReply:
     dropped_turns: int = 0
 
     def usage(self) -> str:
-        """Say in a few words what the answer cost."""
         parts = []
         match self.counts:
             case {"prompt_tokens_details": {"cached_tokens": int(cached)}}:
@@ -55,12 +54,7 @@ class RemoteReply:
 class RemoteChat(Turns):
     """A conversation whose answers come from a server; the server keeps no state, so every question sends all messages.
 
-    Args:
-        url: the server's address, such as http://127.0.0.1:8000, with or without /v1.
-        key: API key.
-        options: fields of the request's body, such as temperature.
-        system: system message.
-        seed: seed of the first answer to each question.
+    `url` is the server's address, with or without /v1; `options` are fields of the request's body, such as temperature.
     """
 
     def __init__(
@@ -89,11 +83,7 @@ class RemoteChat(Turns):
         self._client = httpx2.Client(base_url=address, headers=headers, timeout=limits)
 
     def connect(self, say: Callable[[str], Any]) -> None:
-        """Wait until the server is ready, then ask for its model's name. `say` prints remarks.
-
-        Raises:
-            ValueError: no server answers at the address, or the server refuses the key.
-        """
+        """Wait until the server is ready, then ask for its model's name. `say` prints remarks."""
         with self._errors():
             waited = False
             while True:
@@ -126,15 +116,10 @@ class RemoteChat(Turns):
             return None
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def _answer(
-        self,
-        messages: list[dict[str, str]],
-        attempts: int,
-        stream: Callable[[str], Any] | None,
-        progress: Callable[[int, int], Any] | None,
+        self, messages: Messages, attempts: int, stream: Stream | None, progress: Progress | None
     ) -> RemoteReply:
         """Answer the question that ends `messages`; drop the oldest turns that the server's context has no room for."""
         messages, first, dropped = self._checked(messages), len(opening(self.system)), 0
@@ -148,12 +133,7 @@ class RemoteChat(Turns):
                 messages, dropped = messages[:first] + messages[first + 2 :], dropped + 1
 
     def _asked(
-        self,
-        messages: list[dict[str, str]],
-        attempts: int,
-        stream: Callable[[str], Any] | None,
-        whole: list[dict[str, str]],
-        dropped: int,
+        self, messages: Messages, attempts: int, stream: Stream | None, whole: Messages, dropped: int
     ) -> RemoteReply:
         """Send `messages`, which are `whole` without its `dropped` oldest turns, and keep the answer."""
         text, thought, counts = "", "", {}
@@ -170,16 +150,13 @@ class RemoteChat(Turns):
                     if shown and stream is not None:
                         stream(shown)
         except KeyboardInterrupt:
-            self._keep(whole, text, attempts)  # with what was dropped, of which the user was not told
+            # with what was dropped, of which the user was not told
+            self.messages, self._attempts = answered(whole, text), attempts
             raise Interrupted([]) from None
-        self._keep(messages, text, attempts)
+        self.messages, self._attempts = answered(messages, text), attempts
         return RemoteReply(counts=counts, dropped_turns=dropped)
 
-    def _keep(self, messages: list[dict[str, str]], text: str, attempts: int) -> None:
-        self.messages, self._attempts = answered(messages, text), attempts
-
-    def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages; raise ValueError if they are not UTF-8."""
+    def _checked(self, messages: Messages) -> Messages:
         try:
             json.dumps(messages, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -188,12 +165,7 @@ class RemoteChat(Turns):
         return messages
 
     def _pieces(self, response: httpx2.Response) -> Iterator[tuple[str, str, Any]]:
-        """Yield the text, the reasoning and the token counts of each event of a stream.
-
-        Raises:
-            ContextFull, ValueError: the server refuses the request, its stream ends early, or an event is not one of
-                OpenAI's API.
-        """
+        """Yield the text, the reasoning and the token counts of each event of a stream."""
         if response.status_code != 200:
             response.read()
             said = self._refusal(response)
@@ -213,10 +185,7 @@ class RemoteChat(Turns):
         raise ValueError(f"{self.url} closed the connection before the answer was complete: ask again")
 
     def _piece(self, data: str) -> tuple[str, str, Any]:
-        """Return the text, the reasoning and the token counts of an event.
-
-        Other servers leave out fields, or send null.
-        """
+        """Return the text, reasoning and token counts of an event. Other servers leave out fields, or send null."""
         try:
             event = json.loads(data)
             failure = event.get("error")
@@ -235,7 +204,6 @@ class RemoteChat(Turns):
         return text, reasoning, event.get("usage")
 
     def _refusal(self, response: httpx2.Response) -> str:
-        """Say why the server refused a request."""
         if response.status_code == 401:
             return f"{self.url} refuses the API key: pass a file that holds a valid key with --api-key-file"
         try:
@@ -246,7 +214,6 @@ class RemoteChat(Turns):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn connection errors into ValueError."""
         try:
             yield
         except httpx2.HTTPError as error:

@@ -21,6 +21,11 @@ FIELDS = MappingProxyType(
     }
 )
 """Fields of a saved conversation's file, each with the rule for its value."""
+Messages = list[dict[str, str]]
+Stream = Callable[[str], Any]
+"""Function that gets each piece of the answer."""
+Progress = Callable[[int, int], Any]
+"""Function that gets (prompt tokens read, prompt tokens to read) while the prompt is being read."""
 
 
 class Reply(Protocol):
@@ -48,26 +53,21 @@ class Turns(ABC):
 
     def __init__(self, source: str, *, system: str | None = None, seed: int = 0):
         self.source, self.seed = source, seed
-        self.messages: list[dict[str, str]] = opening(system)
+        self.messages: Messages = opening(system)
         self._attempts = 0  # number of times that the last question was regenerated
 
     @property
     def system(self) -> str | None:
-        """Text of the system message; None if there is none."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
     @property
-    def turns(self) -> list[dict[str, str]]:
+    def turns(self) -> Messages:
         """The messages after the system message: questions and answers in alternation."""
         return self.messages[len(opening(self.system)) :]
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message for the turns that follow; None removes it.
-
-        Raises:
-            ValueError: the chat template refuses the message; the conversation is then unchanged.
-        """
+        """Replace the system message for the turns that follow; None removes it; an error leaves it unchanged."""
         self.messages = self._checked([*opening(text), *self.turns])
 
     def clear(self) -> None:
@@ -75,29 +75,15 @@ class Turns(ABC):
         self.messages, self._attempts = opening(self.system), 0
 
     def undo(self) -> str:
-        """Remove the last question and its answer; return the question.
-
-        Raises:
-            ValueError: the conversation has no question.
-        """
+        """Remove the last question and its answer; return the question."""
         if not self.turns:
             raise ValueError("there is no turn to take back: the conversation is empty")
         *self.messages, question, _ = self.messages
         self._attempts = 0
         return question["content"]
 
-    def ask(
-        self,
-        text: str,
-        stream: Callable[[str], Any] | None = None,
-        progress: Callable[[int, int], Any] | None = None,
-    ) -> Reply:
+    def ask(self, text: str, stream: Stream | None = None, progress: Progress | None = None) -> Reply:
         """Send a message and return the reply.
-
-        Args:
-            text: the message.
-            stream: called with each piece of the answer.
-            progress: called with (prompt tokens read, prompt tokens to read) while the prompt is being read.
 
         Raises:
             ValueError: the message is empty, too long for the context even without earlier turns, or refused by the
@@ -108,31 +94,17 @@ class Turns(ABC):
             raise ValueError("the message is empty: say something, or /help")
         return self._answer([*self.messages, {"role": "user", "content": text}], 0, stream, progress)
 
-    def regenerate(
-        self, stream: Callable[[str], Any] | None = None, progress: Callable[[int, int], Any] | None = None
-    ) -> Reply:
-        """Answer the last question again and replace its answer.
+    def regenerate(self, stream: Stream | None = None, progress: Progress | None = None) -> Reply:
+        """Answer the last question again and replace its answer; raise what `ask` raises.
 
         The n-th regeneration draws with seed + n, so the answer changes unless the temperature is 0.
-
-        Args:
-            stream, progress: as in `ask`.
-
-        Raises:
-            ValueError: the conversation has no question, or for the reasons given in `ask`.
-            Interrupted: Ctrl-C was pressed; the partial answer replaces the old one.
         """
         if not self.turns:
             raise ValueError("there is no answer to replace: the conversation is empty")
         return self._answer(self.messages[:-1], self._attempts + 1, stream, progress)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the conversation to a file, atomically.
-
-        Raises:
-            ValueError: the file exists and is not a saved conversation.
-            OSError: the file cannot be written.
-        """
+        """Write the conversation to a file, atomically; refuse to replace another kind of file."""
         path = Path(path)
         check_writable(path, flag="the file")
         if path.exists():
@@ -146,40 +118,27 @@ class Turns(ABC):
         replace_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
     def load(self, path: str | os.PathLike) -> None:
-        """Replace the conversation, its system message included, with a saved one.
-
-        Raises:
-            ValueError: the file is not a saved conversation, or the chat template refuses its messages; this
-                conversation is then unchanged.
-            OSError: the file cannot be read.
-        """
+        """Replace the conversation, its system message included, with a saved one; an error leaves it unchanged."""
         self.messages, self._attempts = self._checked(_read(Path(path))), 0
 
     @abstractmethod
-    def _answer(
-        self,
-        messages: list[dict[str, str]],
-        attempts: int,
-        stream: Callable[[str], Any] | None,
-        progress: Callable[[int, int], Any] | None,
-    ) -> Reply:
+    def _answer(self, messages: Messages, attempts: int, stream: Stream | None, progress: Progress | None) -> Reply:
         """Answer the question that ends `messages`; keep `messages` and the answer as the conversation."""
 
-    def _checked(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _checked(self, messages: Messages) -> Messages:
         """Return the messages; raise ValueError if the model cannot continue them."""
         return messages
 
 
-def opening(system: str | None) -> list[dict[str, str]]:
+def opening(system: str | None) -> Messages:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def answered(messages: list[dict[str, str]], text: str) -> list[dict[str, str]]:
+def answered(messages: Messages, text: str) -> Messages:
     return [*messages, {"role": "assistant", "content": text}]
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    """Return the messages of a saved conversation; raise ValueError if the file is not one."""
+def _read(path: Path) -> Messages:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file that /save wrote")
     values = read_json(path, retry="name a file that /save wrote")

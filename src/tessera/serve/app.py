@@ -34,7 +34,7 @@ from tessera.serve.edge.front import TENANT
 from tessera.serve.edge.turns import in_turn, unless_gone
 from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.page import page
-from tessera.serve.response import ChoiceState, Stream, all_ends, echo_of, put_prompts, stream, usage_of
+from tessera.serve.response import ChoiceState, Stream, all_ends, echoes_of, put_prompts, stream, usage_of
 from tessera.serve.service import Service
 from tessera.serve.site import JSONResponse, Site, check_model, refusal_response
 from tessera.serve.token_routes import add_tokens
@@ -160,7 +160,9 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         for index, one in enumerate(asked)
     ]
     if body.echoes:
-        await asyncio.to_thread(_add_echoes, site, body, answers, prompts)
+        echoes = await asyncio.to_thread(echoes_of, site, body, prompts)
+        for answer in answers:
+            answer.echo = echoes[answer.prompt]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: ChoiceState, event: Event) -> None:
@@ -174,7 +176,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         pieces = stream(reply, answers, queue, body.stream_options or StreamOptions(), prompt_tokens)
         return Stream(pieces, partial(_drop, site, answers))
     try:
-        await unless_gone(request, all_ends(queue, len(answers)))
+        await unless_gone(request.receive, all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
     return JSONResponse(await asyncio.to_thread(_whole, site, body, reply, answers, prompt_tokens))
@@ -185,22 +187,13 @@ def _whole(
 ) -> dict[str, Any]:
     if body.echoes:
         put_prompts(answers)
-    generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
-    speeches = [answer.speech for answer in answers]
-    found = reply.whole(generations, usage_of(answers, prompt_tokens), tokens, speeches)
+    choices = [reply.choice(one.index, one.end.generation, one.speech, one.tokens) for one in answers]
+    found = reply.whole(choices, usage_of(answers, prompt_tokens))
     if body.prompt_logprobs is not None:
         for answer, choice in zip(answers, found["choices"]):
             at = found if reply.chat else choice  # where vLLM has them
             at["prompt_logprobs"] = reply.prompt_logprobs(answer.end.prompt, body.prompt_logprobs)
     return found
-
-
-def _add_echoes(
-    site: Site, body: CompletionBody, answers: Sequence[ChoiceState], prompts: Sequence[Sequence[int]]
-) -> None:
-    echoes = [echo_of(site, body, index, tokens) for index, tokens in enumerate(prompts)]
-    for answer in answers:
-        answer.echo = echoes[answer.prompt]
 
 
 def _drop(site: Site, answers: Sequence[ChoiceState]) -> None:

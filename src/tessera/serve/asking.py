@@ -42,10 +42,7 @@ def _check_start(site: Site, text: str, param: str) -> None:
 
 
 def encode_prompt(site: Site, prompt: Prompt, name: str, *, add_special: bool = True) -> list[int]:
-    """Return the tokens of a prompt, which messages call `name`; raise Refusal if it cannot be encoded.
-
-    `add_special` adds the tokens that the model expects around a text, if the prompt begins with one.
-    """
+    """Return the tokens of a prompt, which messages call `name`; `add_special` adds those that begin a text."""
     parts = [prompt] if isinstance(prompt, str) else prompt
     for part in parts:
         if isinstance(part, str) and site.model.tokenizer is not None:
@@ -68,10 +65,7 @@ def encode_parts(site: Site, parts: Sequence[int | str], *, add_special: bool, p
 
 
 def bias_of(site: Site, body: SamplingFields) -> dict[int, float]:
-    """Return the number to add to the logit of each token id; -inf forbids the token.
-
-    Each token of a text gets the text's bias, and the biases of a token add up, as in llama.cpp.
-    """
+    """Return what to add to the logit of each token id: a text's tokens get its bias, and biases add up (llama.cpp)."""
     found: dict[int, float] = {}
     for key, value in body.biases:
         tokens = [key]
@@ -182,6 +176,7 @@ def requests_of(
     if body.min_tokens > max(limit, 1):
         raise Refusal(400, f"min_tokens={body.min_tokens} exceeds max_tokens={limit}: lower it", param="min_tokens")
     shown = frozenset() if body.skip_special_tokens else special_ids(site, ends=body.ignore_eos)
+    reported = (body.prompt_logprobs, body.ranks if body.echoes else None)
     found = []
     for prompt in prompts:
         room = site.context - len(prompt)
@@ -199,7 +194,7 @@ def requests_of(
             sampling=sampling,
             bias=bias,
             top_logprobs=body.ranks or 0,
-            prompt_logprobs=_prompt_ranks(body),
+            prompt_logprobs=max((ranks for ranks in reported if ranks is not None), default=None),
             guide=guide,
             tenant=tenant,
             ends=tuple(body.stop_token_ids or ()),
@@ -212,32 +207,19 @@ def requests_of(
     return found
 
 
-def _prompt_ranks(body: SamplingFields) -> int | None:
-    asked = (body.prompt_logprobs, body.ranks if body.echoes else None)
-    return max((ranks for ranks in asked if ranks is not None), default=None)
-
-
 def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int], *, guided: bool) -> Speech:
-    """Return the splitter of the answer to the tokens `prompt`.
-
-    If a grammar holds from the answer's first token on (`guided`), the answer has neither reasoning nor calls, unless
-    the grammar makes it one call.
-    """
+    """Return the splitter of the answer, which with a grammar has no reasoning, and no call but a forced one."""
     if guided or tokenizer is None:
         return Speech(forced=guided and body.forced, tools=dict(schemas(body.offered)) if body.forced else None)
     end = tokenizer.decode(prompt[-LAST:], skip_special=False).rstrip()
+    begun = "".join(body.messages[-1].texts) if body.continue_final_message else ""
+    thinking = (pair for pair in THOUGHTS if end.endswith(pair[0]) or begun.rfind(pair[0]) > begun.rfind(pair[1]))
     return Speech(
         dict(schemas(body.offered)),
         single=body.parallel_tool_calls is False,
         thoughts=THOUGHTS,  # of any model: fine-tuning teaches reasoning without a word in the template
-        thinking=next((pair for pair in THOUGHTS if end.endswith(pair[0]) or _unclosed(body, pair)), None),
+        thinking=next(thinking, None),
     )
-
-
-def _unclosed(body: ChatBody, pair: tuple[str, str]) -> bool:
-    """Return whether the answer goes on with a message whose reasoning has not ended."""
-    text = "".join(body.messages[-1].texts) if body.continue_final_message else ""
-    return text.rfind(pair[0]) > text.rfind(pair[1])
 
 
 def special_ids(site: Site, *, ends: bool) -> frozenset[int]:

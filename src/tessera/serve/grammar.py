@@ -22,7 +22,7 @@ from jaxtyping import Bool
 from tessera.core.child import Ended, Worker
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
-from tessera.serve.api.forms import FORM_CHARACTERS, Form
+from tessera.serve.api.forms import Form
 from tessera.serve.api.json_schema import check, prepared
 from tessera.serve.api.schema import Refusal
 
@@ -60,10 +60,7 @@ READY_S, EXIT_S = 60.0, 2.0
 
 
 class Grammars:
-    """Compiler of grammars for one model. Raise ValueError if llguidance cannot read the tokenizer.
-
-    `vocab_size` is the number of logits per step; token ids that the tokenizer lacks are never allowed.
-    """
+    """Compiler of grammars for one model, with `vocab_size` logits; ids that the tokenizer lacks are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
         folder = tempfile.TemporaryDirectory()
@@ -77,17 +74,9 @@ class Grammars:
         weakref.finalize(self, _close, self._worker, folder)
 
     def guides(self, form: Form) -> Callable[[], Guide]:
-        """Return a function that makes a new `Guide` for each answer; the guide makes the answer follow `form`.
-
-        Raises:
-            ValueError: the schema or grammar is wrong, unsupported or too large, or takes too long to compile.
-            Refusal: the worker process does not start, or got no processor time to compile it.
-        """
+        """Return a function that makes, for each answer, a `Guide` to follow `form`; raise ValueError if it is wrong,
+        unsupported, too large or slow, and Refusal if the worker process is to blame."""
         text, name = form.text, form.noun
-        if len(text) > FORM_CHARACTERS:
-            raise ValueError(
-                f"the {name} has {len(text):,} characters, but may have at most {FORM_CHARACTERS:,}: shorten it"
-            )
         if form.kind == "json":
             text = json.dumps(prepared(json.loads(text)))
         elif form.kind == "regex":
@@ -138,11 +127,7 @@ class Allowance:
 class Following:
     """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar.
 
-    Args:
-        matcher: state of the grammar before the answer; this object's own.
-        first: for each token id, whether the answer may begin with it.
-        allowance: of the request, whose answers share it.
-        name: what errors call the grammar.
+    `first` says for each token id whether the answer may begin with it. A request's answers share one `allowance`.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, first: Bool[np.ndarray, "V"], allowance: Allowance, name: str):

@@ -31,7 +31,6 @@ CHARACTER = re.compile(r"(?s)\\x..|\\.|.")
 
 
 def main() -> int:
-    """Answer requests until standard input ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores SIGPROF passes that on
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(ValueError, OSError):
@@ -44,7 +43,6 @@ def main() -> int:
 
 
 def answer() -> None:
-    """Print "ready"; then compile the schema of each request and print the reply."""
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -65,10 +63,7 @@ def tokenizer_of(path: str, vocab_size: int, eos_ids: tuple[int, ...]) -> llguid
 def compiled(
     tokenizer: str, vocab_size: int, eos_ids: list[int], limits: dict[str, int], overrides: dict, kind: str, text: str
 ) -> dict[str, str]:
-    """Compile a text and compute the mask of the first token, which for some patterns is most of the work.
-
-    The reply is {"grammar": ...}, or {"error": what is wrong} if llguidance refuses it.
-    """
+    """Compile a text and compute the mask of the first token, which for some patterns is most of the work."""
     grammar = grammar_of(kind, text, overrides)
     reader = tokenizer_of(tokenizer, vocab_size, tuple(eos_ids))
     matcher = llguidance.LLMatcher(reader, grammar, log_level=0, limits=llguidance.LLParserLimits(**limits))

@@ -32,9 +32,9 @@ class Metrics:
         self._new = counter("vllm:generation_tokens", "Tokens generated.")
         self._ended = counter("vllm:request_success", "Complete requests.", ["finished_reason"])
         self._failed = counter("tessera:requests_failed", "Requests that failed.")
-        self._cancelled = counter("tessera:requests_cancelled", "Cancelled requests.")
-        self._restarts = counter("tessera:engine_restarts", "Engines replaced after an error.")
-        self._compiles = counter("tessera:recompiles", "Programs compiled after the warm-up.")
+        self.cancelled = counter("tessera:requests_cancelled", "Cancelled requests.")
+        self.restarts = counter("tessera:engine_restarts", "Engines replaced after an error.")
+        self.compiles = counter("tessera:recompiles", "Programs compiled after the warm-up.")
         self._usage = gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests use.")
         self._kept = gauge("tessera:kv_cache_cached_perc", "Share of the pages that only the cache uses.")
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens of complete requests.")
@@ -84,15 +84,6 @@ class Metrics:
         self._cached.inc(event.reused_tokens)
         self._density.observe(event.generation.density)
         self._whole.observe(seconds)
-
-    def cancelled(self) -> None:
-        self._cancelled.inc()
-
-    def restarted(self) -> None:
-        self._restarts.inc()
-
-    def compiled(self) -> None:
-        self._compiles.inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """Return the page's HTML and the headers of its response."""
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",

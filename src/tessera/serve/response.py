@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from tessera.runtime.requests import End, Failure, Token
 from tessera.serve.api.calls import finish_of
 from tessera.serve.api.protocol import CompletionBody, StreamOptions
-from tessera.serve.api.replies import Reply, usage, usage_so_far
+from tessera.serve.api.replies import Reply, counts, usage
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Said, Speech
 from tessera.serve.service import Job
@@ -24,7 +24,7 @@ class Echo:
     """A prompt that is put before its answer.
 
     Attributes:
-        pieces: the text that each token of the prompt adds; together they are `text`. Empty if no token is reported.
+        pieces: the text that each token of the prompt adds; empty if no token is reported.
         ranks: number of most probable tokens to report at each position.
         alone: whether the answer is left out. The engine has generated one token all the same.
     """
@@ -57,13 +57,11 @@ class ChoiceState:
     """One choice of a response while it is generated.
 
     Attributes:
-        index: number of the choice in the response, from 0.
         prompt: number of its prompt in the request, from 0.
         policy: function that returns the name of the choice's attention policy, by the number of its tokens.
-        echo: the prompt, to put before the answer; None leaves it out.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
         job: the choice's request in the service; None before it is submitted.
-        new_tokens, characters: length of the answer so far, in tokens and in characters.
+        new_tokens, characters: length of the answer so far.
         end: the engine's last event for the choice; None until the choice is complete.
     """
 
@@ -111,14 +109,14 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
 
-    `queue` holds pairs (choice, event of the engine). `prompt_tokens` counts those of all prompts together.
+    `queue` holds pairs (choice, event of the engine).
     """
     left, begun = len(answers), False
     continuous = options.include_usage and options.continuous_usage_stats
 
     def said(answer: ChoiceState, data: dict[str, Any]) -> str:
         if continuous:
-            return _event(data | usage_so_far(answer.prompt_tokens, answer.new_tokens))
+            return _event(data | {"usage": counts(answer.prompt_tokens, answer.new_tokens)})
         return _event(data | {"usage": None} if options.include_usage else data)
 
     sent_s = time.monotonic()
@@ -208,13 +206,15 @@ def _failed(event: Failure) -> Refusal:
     return Refusal(status, str(event.error) or type(event.error).__name__)
 
 
-def echo_of(site: Site, body: CompletionBody, prompt: int, tokens: Sequence[int]) -> Echo:
-    """Return what to put before the answers to prompt number `prompt`, whose tokens are `tokens`."""
-    text, tokenizer = body.prompts[prompt], site.model.tokenizer
-    if not isinstance(text, str):
-        text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
-    pieces = [] if body.logprobs is None else pieces_of(site, tokens, text)
-    return Echo(text, pieces, body.logprobs or 0, alone=body.limit == 0)
+def echoes_of(site: Site, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[Echo]:
+    """Return what to put before the answers to each prompt, of which `prompts` are the tokens."""
+    found, tokenizer = [], site.model.tokenizer
+    for text, tokens in zip(body.prompts, prompts):
+        if not isinstance(text, str):
+            text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special=False)
+        pieces = [] if body.logprobs is None else pieces_of(site, tokens, text)
+        found.append(Echo(text, pieces, body.logprobs or 0, alone=body.limit == 0))
+    return found
 
 
 def put_prompts(answers: Sequence[ChoiceState]) -> None:

@@ -1,9 +1,8 @@
 """The thread that owns the engine: it takes requests from HTTP handlers and passes the engine's events to callbacks.
 
-An engine is not thread-safe and its steps block, so only this thread touches it. A request enters a bounded queue. Its
-events go to a callback, which must return at once. A request can be cancelled at any point. If a step fails with an
-error from the device, all open requests fail. The thread then continues with a new engine, because the failed step may
-have donated the old engine's cache. Any other error is a bug: it ends the thread and the server.
+An engine is not thread-safe and its steps block, so only this thread touches it. If a step fails with an error from the
+device, all open requests fail. The thread then continues with a new engine, because the failed step may have donated
+the old engine's cache. Any other error is a bug: it ends the thread and the server.
 """
 
 import logging
@@ -34,11 +33,9 @@ class Job:
     """One request inside the service.
 
     Attributes:
-        request: what to generate.
-        deliver: called on the service's thread with each event; the last is an End or a Failure.
+        deliver: called on the service's thread with each event, and must return at once; the last is an End or Failure.
         id: the engine's number for the request; None until the engine has the request.
-        queued_s: time at which the request was queued, by time.perf_counter.
-        last_s: time of the request's newest token, by the same clock; None before the first token.
+        queued_s, last_s: times of its arrival and of its newest token, by time.perf_counter.
     """
 
     request: Request
@@ -57,12 +54,10 @@ class Service:
         ready: whether the warm-up is complete.
         draining: whether new requests are refused.
         ended: whether `stop` has ended the thread; False if a bug has ended it.
-        error: the error that ended the warm-up; None if there was none.
+        error: the error that ended the warm-up.
 
     Args:
-        build: builds a new engine.
         queue: maximum number of requests that wait for a row of the engine's batch.
-        metrics: metrics to update.
         shared: whether there are several tenants. If so, `submit` refuses a request after which the tenant would have
             more open requests than the service has places left, so that no tenant locks out the others.
     """
@@ -90,21 +85,14 @@ class Service:
 
     @property
     def open(self) -> int:
-        """Number of requests that wait or run."""
         return len(self._new) + len(self._jobs)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def submit(self, *requests: tuple[Request, Callable[[Event], None]]) -> list[Job]:
-        """Queue each request with its callback for events; queue all of them or none.
-
-        Raises:
-            Refusal: 503 while the service warms up or shuts down, 429 if it is full, and 400 if there are more requests
-                than it ever accepts at once.
-        """
+        """Queue each request with its callback for events, or raise Refusal and queue none."""
         with self._changed:
             if self.draining or not self.alive:
                 raise Refusal(503, "the server is shutting down: try again later", retry_s=30)
@@ -117,7 +105,10 @@ class Service:
                     f"{len(requests)} answers are more than the {most} that one request may have here: send fewer "
                     "prompts or a smaller n, or start the server with a larger --queue or --slots",
                 )
-            kept = len(requests) + self._held_by(requests[0][0].tenant) if self.shared else 0  # for other tenants
+            kept = 0  # places for other tenants
+            if self.shared:
+                own = (job.request.tenant == requests[0][0].tenant for job in (*self._new, *list(self._jobs.values())))
+                kept = len(requests) + sum(own)
             if self.open + len(requests) + kept > self.room:
                 room = " and the rest is kept for other API keys" if self.shared else ""
                 raise Refusal(
@@ -128,9 +119,6 @@ class Service:
             self._new += jobs
             self._changed.notify()
         return jobs
-
-    def _held_by(self, tenant: str) -> int:
-        return sum(job.request.tenant == tenant for job in (*self._new, *list(self._jobs.values())))
 
     def policy_of(self, request: Request, new_tokens: int) -> str:
         """Return the name of the attention policy that chose the last token of an answer of `new_tokens` tokens."""
@@ -144,7 +132,6 @@ class Service:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Refuse new requests; open requests continue."""
         with self._changed:
             self.draining = True
 
@@ -181,7 +168,7 @@ class Service:
 
     def _count_compile(self, name: str, seconds: float, **_: object) -> None:
         if name == COMPILED and threading.current_thread() is self._thread:
-            self.metrics.compiled()
+            self.metrics.compiles.inc()
 
     def _serve(self) -> None:
         while self._wait():
@@ -211,7 +198,7 @@ class Service:
             cancelled, self._cancelled = self._cancelled, []
         for job in new:
             if job.cancelled:
-                self.metrics.cancelled()
+                self.metrics.cancelled.inc()
                 continue
             try:
                 job.id = self._engine.submit(job.request, started_s=job.queued_s)
@@ -222,7 +209,7 @@ class Service:
         for job in cancelled:
             if job.id is not None and self._jobs.pop(job.id, None) is not None:
                 self._engine.cancel(job.id)
-                self.metrics.cancelled()
+                self.metrics.cancelled.inc()
 
     def _deliver(self, event: Event) -> None:
         job = self._jobs.get(event.id)
@@ -241,7 +228,7 @@ class Service:
     def _recover(self, error: Exception) -> None:
         logger.exception("a step failed: all open requests fail, and a new engine serves later requests")
         self._fail_all(error)
-        self.metrics.restarted()
+        self.metrics.restarts.inc()
         self._engine = self._build()
         self._prepare(self._engine)
 

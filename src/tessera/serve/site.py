@@ -20,7 +20,6 @@ class JSONResponse(UnicodeResponse):
     """Response of JSON in ASCII: an answer may hold half of a surrogate pair, which has no UTF-8 bytes."""
 
     def render(self, content: Any) -> bytes:
-        """Return the content as JSON."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -29,12 +28,10 @@ class Site:
     """The model that the routes serve, and the service that runs it.
 
     Attributes:
-        name: the model's name in the API.
         context: maximum tokens of one request, prompt and answer together.
-        grammars: compiler of grammars for JSON answers; None if the model has no tokenizer or no end-of-sequence token.
+        grammars: compiler of grammars; None if the model has no tokenizer or no end-of-sequence token.
         encoding: the only thread that encodes text, because the tokenizer is not thread-safe.
         compiling: the only thread that compiles grammars.
-        mail: carries events from the service's thread to the event loop.
     """
 
     model: Model
@@ -49,13 +46,11 @@ class Site:
 
 
 def refusal_response(error: Refusal) -> JSONResponse:
-    """Return the response that tells a client why its request is refused."""
     headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
 def check_model(site: Site, name: str | None) -> None:
-    """Raise Refusal if a request names another model than the one that is served."""
     if name and name != site.name:  # "" is as good as nothing
         raise Refusal(404, f"model={name!r:.80} is not served here: use {site.name!r}", param="model")
 

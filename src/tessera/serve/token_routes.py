@@ -13,7 +13,6 @@ from tessera.serve.site import Site, check_model, tokenizer_of
 
 
 def add_tokens(app: FastAPI, site: Site) -> None:
-    """Add the routes that turn text into tokens and back."""
 
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> dict:

@@ -44,12 +44,7 @@ BATCHES = (4, 16, 64)
 
 
 def context_that_fits(model: Model, wanted: int | None) -> int:
-    """Return the maximum number of tokens of a request: `wanted`, or the model's context, halved until its keys fit.
-
-    Raises:
-        ValueError: `wanted` exceeds the model's context.
-        MemoryError: the keys of `wanted` tokens, or of a context of at most 512 tokens, do not fit in memory.
-    """
+    """Return the maximum number of tokens of a request: `wanted`, or the model's context, halved until its keys fit."""
     limit = model.config.max_positions
     if wanted is not None and wanted > limit:
         raise ValueError(f"--context {wanted} exceeds the model's context of {limit} tokens: use at most {limit}")
@@ -70,17 +65,9 @@ def context_that_fits(model: Model, wanted: int | None) -> int:
 def paging_for(model: Model, *, slots: int, context: int, pages: int | None = None, exact: bool = False) -> Paging:
     """Return the sizes of the engine's pages, page pool and programs.
 
-    Args:
-        slots: number of requests that run at the same time.
-        context: maximum tokens of a request, prompt and answer together.
-        pages: number of pages to allocate. None allocates twice what `slots` requests of `context` tokens need, so that
-            the keys of finished requests stay cached, but at most a share of the free memory (`SHARE`).
-        exact: use only one prefill program and one decode program, so that no result depends on which requests run
-            together.
-
-    Raises:
-        ValueError: there are fewer pages than one request of `context` tokens needs.
-        MemoryError: the pages do not fit in memory.
+    `pages` None allocates twice what `slots` requests of `context` tokens need, so that the keys of finished requests
+    stay cached, but at most a share of the free memory (`SHARE`). With `exact`, there is only one prefill program and
+    one decode program, so that no result depends on which requests run together.
     """
     device = jax.devices()[0]
     page, unit, sizes = SIZES.get(device.platform, SIZES["cpu"])
@@ -109,7 +96,6 @@ def decode_batches(slots: int) -> tuple[int, ...]:
 
 
 def grammars_for(model: Model) -> Grammars | None:
-    """Return a compiler of grammars for the model; None if the model has no tokenizer or no end-of-sequence token."""
     if model.tokenizer is None or not model.config.eos_ids:
         return None
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
@@ -120,9 +106,6 @@ def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list
 
     A .json file holds the body of a chat completion: "messages" and perhaps "tools". Any other file holds plain text.
     `unit` is the number of tokens whose keys are kept together.
-
-    Raise ValueError if a file has the wrong form, its text has too few or too many tokens, or the model has no
-    tokenizer.
     """
     found = []
     for file in files:
@@ -165,14 +148,8 @@ def start(
 ) -> Service:
     """Start a service, which refuses requests until it has compiled its programs.
 
-    Args:
-        queue: maximum number of requests that wait for a slot.
-        paging: sizes of the pool of pages; None uses the result of `paging_for`.
-        pins: token ids of prefixes whose keys stay in the cache, for every tenant.
-        tenants: names of all tenants.
-
-    Raises:
-        ValueError: the pool has no room for the pinned pages of all tenants and a request of `context` tokens.
+    `queue` is the maximum number of requests that wait for a slot; `pins` are token ids of prefixes whose keys stay in
+    the cache, for every tenant.
     """
     paging = paging_for(model, slots=slots, context=context) if paging is None else paging
     kept = sum(len(tokens) // paging.unit for tokens in pins) * (paging.unit // paging.page) * len(tenants)

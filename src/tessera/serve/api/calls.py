@@ -54,10 +54,7 @@ def forced(text: str) -> dict[str, Any] | None:
 
 
 def finish_of(reason: str, text: str, calls: Sequence[Any]) -> str:
-    """Return why an answer ended, given the engine's reason, the text without calls, and the calls.
-
-    If the limit has cut a call, the client must learn that calls are missing.
-    """
+    """Return why an answer ended. If the limit has cut a call, the client must learn that calls are missing."""
     cut = reason == "length" and MARK.search(text)
     return "tool_calls" if calls and not cut else reason
 

@@ -29,12 +29,17 @@ class Form:
 
     Attributes:
         text: the schema as JSON, the regex, or a grammar in Lark's or llama.cpp's notation. Choices become a grammar.
-        field: name of the request's field that holds it.
+        field: name of the request's field that asks for it.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     field: str
+
+    def __post_init__(self):
+        if len(self.text) > FORM_CHARACTERS:
+            said = f"the {self.noun} has {len(self.text):,} characters, but may have at most {FORM_CHARACTERS:,}"
+            raise Refusal(400, f"{said}: shorten it", param=self.field)
 
     @property
     def noun(self) -> str:
@@ -52,9 +57,6 @@ def json_form(schema: Mapping[str, Any] | str, field: str) -> Form:
             found = None
         if not isinstance(found, dict):
             raise Refusal(400, f"{field} is not a JSON schema: send a JSON object, or the text of one", param=field)
-    if len(text) > FORM_CHARACTERS:
-        said = f"the schema has {len(text):,} characters, but may have at most {FORM_CHARACTERS:,}: shorten it"
-        raise Refusal(400, said, param=field)
     return Form(kind="json", text=text, field=field)
 
 

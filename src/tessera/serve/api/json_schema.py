@@ -65,8 +65,7 @@ TYPES = {
 def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema that means the same, in the keywords that llguidance knows.
 
-    Raise ValueError if llguidance would not follow the schema to the letter, or if the values of a list of distinct
-    values are not listed or too many.
+    Raise ValueError if llguidance would not follow it to the letter, or if it allows too many lists of distinct values.
     """
     check(schema)
     found = deepcopy(dict(schema))
@@ -190,16 +189,8 @@ def _choices(items: Any, schema: Mapping[str, Any], depth: int = 8) -> list[Any]
 
 def _key(value: Any) -> str:
     """Return a text that is the same for equal JSON values: 1 and 1.0, or objects in another order."""
-    return json.dumps(_without_fractions(value), sort_keys=True)
-
-
-def _without_fractions(value: Any) -> Any:
-    """Return a JSON value with integers in place of floats that equal them."""
-    if isinstance(value, list):
-        return [_without_fractions(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _without_fractions(part) for name, part in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = json.loads(json.dumps(value), parse_float=lambda text: int(n) if (n := float(text)).is_integer() else n)
+    return json.dumps(whole, sort_keys=True)
 
 
 def _referred(reference: Any, schema: Mapping[str, Any]) -> Any:

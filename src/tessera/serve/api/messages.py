@@ -124,9 +124,11 @@ class Message(Schema):
         """Content of the message, its reasoning, and the names and arguments of its tool calls."""
         parts = self.content if isinstance(self.content, list) else [self.content or ""]
         content = [part if isinstance(part, str) else part.text for part in parts]
-        calls = [call.function for call in self.tool_calls or ()]
         content += [self.refusal or "", self.reasoning_content or self.reasoning or ""]
-        return content + [text for call in calls for text in (call.name, _text(call.arguments))]
+        for call in self.tool_calls or ():
+            name, given = call.function.name, call.function.arguments
+            content += [name, given if isinstance(given, str) else json.dumps(given or {})]
+        return content
 
     def plain(self) -> dict[str, Any]:
         """Return the message as `tools.conversation` takes it; OpenAI's role "developer" becomes "system"."""
@@ -151,7 +153,3 @@ def _plain(call: ToolCall) -> dict[str, Any]:
         said = f"the arguments of the tool call {call.function.name:.80} are not JSON: send JSON text"
         raise Refusal(400, said, param="messages") from None
     return call.model_dump()
-
-
-def _text(arguments: str | dict[str, Any] | None) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})

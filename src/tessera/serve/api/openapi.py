@@ -1,6 +1,6 @@
 """Describe the API: its OpenAPI description, and the page at /docs, which loads no assets from elsewhere."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -61,9 +61,12 @@ def page(api: Mapping[str, Any]) -> str:
     """Return the HTML page that lists the routes, and the fields of each schema, of an OpenAPI description."""
     title = f"{escape(api['info']['title'])} {escape(api['info']['version'])}"
     lines = ["<!doctype html>", '<html lang="en"><meta charset="utf-8">', f"<title>{title}</title>"]
-    lines += [f"<style>{STYLE}</style>", f"<h1>{title}</h1>", '<p>The same as JSON: <a href="/openapi.json">', ""]
-    lines[-1] = "/openapi.json</a></p><h2>Routes</h2><table><tr><th>Route<th>Body"
-    lines += [f"<tr><td>{escape(route)}<td>{body}" for route, body in _routes(api)]
+    lines += [f"<style>{STYLE}</style>", f"<h1>{title}</h1>", '<p>The same as JSON: <a href="/openapi.json">']
+    lines.append("/openapi.json</a></p><h2>Routes</h2><table><tr><th>Route<th>Body")
+    for path, methods in api["paths"].items():
+        for method, route in methods.items():
+            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            lines.append(f"<tr><td>{method.upper()} {escape(path)}<td>{_kind(body) if body else ''}")
     lines.append("</table>")
     for name, schema in sorted(api["components"]["schemas"].items()):
         lines.append(f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{escape(schema.get("description", ""))}</p>')
@@ -74,14 +77,6 @@ def page(api: Mapping[str, Any]) -> str:
             lines.append(f"<tr><td>{escape(field)}<td>{_kind(form)}<td>{escape(default)}")
         lines.append("</table>")
     return "\n".join(lines) + "\n"
-
-
-def _routes(api: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each route with a link to the schema of its body, or "" if it takes none."""
-    for path, methods in api["paths"].items():
-        for method, route in methods.items():
-            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            yield f"{method.upper()} {path}", "" if body is None else _kind(body)
 
 
 def _kind(form: Mapping[str, Any]) -> str:

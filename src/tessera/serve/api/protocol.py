@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field
 from tessera.runtime.limits import RANKS
 from tessera.runtime.sampling import KINDS
 from tessera.serve.api.fields import IGNORED, NEUTRAL, refusal_of
-from tessera.serve.api.forms import Form, FormFields, json_form
+from tessera.serve.api.forms import Form, FormFields, Text, json_form
 from tessera.serve.api.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool, ToolChoice
 from tessera.serve.api.schema import Refusal, Schema
 from tessera.serve.api.tools import call_schema
@@ -36,10 +36,8 @@ RESERVED = {"self", "messages", "tools", "add_generation_prompt", "continue_fina
 """Names that `chat_template_kwargs` may not have."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-BiasText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
-Text = Annotated[str, Field(min_length=1)]
 
 
 def _with_id(parts: list[int | str]) -> list[int | str]:
@@ -55,9 +53,9 @@ Prompt = str | list[int] | list[int | str]
 """A prompt: a text, token ids, or both."""
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasMap = Annotated[dict[BiasText, Bias | Literal[False]], Field(max_length=MAX_BIASES)]
+BiasMap = Annotated[dict[Stop, Bias | Literal[False]], Field(max_length=MAX_BIASES)]
 """Biases by token id, as text, or by text; False forbids the token."""
-BiasPair = Annotated[tuple[Id | BiasText, Bias | Literal[False]], Field(strict=False)]  # JSON has no tuples
+BiasPair = Annotated[tuple[Id | Stop, Bias | Literal[False]], Field(strict=False)]  # JSON has no tuples
 BiasPairs = Annotated[list[BiasPair], Field(max_length=MAX_BIASES)]
 """Biases as llama.cpp takes them."""
 NUMBER = re.compile("[+-]?[0-9]+")
@@ -106,7 +104,6 @@ class SamplingFields(FormFields):
     prompt_logprobs: Ranks | None = None
 
     def check(self, context: int) -> None:
-        """Refuse a wrong form of the answer, and options that could have no effect."""
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream=true: set it, or leave both out", param="stream_options")
         if self.stream_options and self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
@@ -123,7 +120,6 @@ class SamplingFields(FormFields):
 
     @property
     def biases(self) -> list[tuple[int | str, float | Literal[False]]]:
-        """Pairs of a token id, or of a text, and its bias; False forbids the token."""
         if not isinstance(self.logit_bias, dict):
             return self.logit_bias or []
         return [(int(key) if NUMBER.fullmatch(key) else key, value) for key, value in self.logit_bias.items()]
@@ -134,7 +130,6 @@ class SamplingFields(FormFields):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens; None if the request sets none."""
         return _limit(self.max_tokens, self.n_predict)
 
     @property
@@ -147,7 +142,6 @@ class SamplingFields(FormFields):
         return False
 
     def sampling(self) -> dict[str, float]:
-        """Return the sampling parameters that the request sets."""
         given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
         if self.top_p == 0:  # only the best token
             given |= {"top_k": 1, "top_p": 1.0}
@@ -181,7 +175,6 @@ class CompletionBody(SamplingFields):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The request's prompts; see `Prompt`. A list of texts is a list of prompts."""
         given = self.prompt
         whole = isinstance(given, str) or any(isinstance(part, int) for part in given)
         return [given] if whole else given
@@ -205,7 +198,6 @@ class Conversation(Schema):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """Tools that the answer may call."""
         return [] if self.tool_choice == "none" else self._tools
 
     @property
@@ -218,7 +210,6 @@ class Conversation(Schema):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def check(self, context: int) -> None:
-        """Raise Refusal if the conversation cannot fit in `context` tokens, or an option is wrong."""
         super().check(context)
         texts = [text for message in self.messages or () for text in message.texts]
         texts += map(json.dumps, self._tools)
@@ -250,7 +241,6 @@ class ChatBody(SamplingFields, Conversation):
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     def form(self) -> Form | None:
@@ -274,7 +264,6 @@ class ChatBody(SamplingFields, Conversation):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens: `max_completion_tokens`, or the older `max_tokens`; None if neither is set."""
         limit = _limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
         if limit == 0:
             raise Refusal(400, "max_tokens=0 leaves no room for an answer: send 1 or more", param="max_tokens")
@@ -291,8 +280,8 @@ class TokenizeBody(Conversation):
         *Conversation.model_fields,
         *("model", "prompt", "add_special_tokens"),
     }
-    neutral = ChatBody.neutral | {"parse_special": (True,)}
-    neutral = {name: values for name, values in neutral.items() if name != "add_special_tokens"}
+    neutral = {name: values for name, values in ChatBody.neutral.items() if name != "add_special_tokens"}
+    neutral |= {"parse_special": (True,)}
 
     model: str | None = None
     prompt: str | None = None
@@ -317,7 +306,6 @@ class TokenizeBody(Conversation):
         return self.prompt is not None if given is None else given
 
     def check(self, context: int) -> None:
-        """Refuse a body that has not one text or conversation."""
         if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
             raise Refusal(400, "send one of prompt, content and messages", param="prompt")
         if self.messages is not None and not self.parse_special:

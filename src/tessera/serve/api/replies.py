@@ -12,6 +12,7 @@ from tessera.serve.api.calls import finish_of
 from tessera.serve.api.speech import Said, Speech
 
 NOTHING = Said()
+CHUNK = "chat.completion.chunk"
 
 
 class Reply:
@@ -24,21 +25,21 @@ class Reply:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
 
-    def whole(
-        self,
-        generations: Sequence[Generation],
-        usage: Mapping[str, Any],
-        tokens: Sequence[Sequence[Token] | None],
-        speeches: Sequence[Speech],
-    ) -> dict[str, Any]:
-        """Build the whole response. If no token probabilities are reported, `tokens` holds None for each answer."""
-        choices = []
-        for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
-            said, calls = speech.whole(generation.text)
-            finish = finish_of(generation.finish_reason, said.text, calls)
-            body = {"message": _message(said, calls)} if self.chat else {"text": said.text}
-            choices.append({"index": index, **body, "logprobs": self._logprobs(own), "finish_reason": finish})
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
+
+    def choice(
+        self, index: int, generation: Generation, speech: Speech, tokens: Sequence[Token] | None
+    ) -> dict[str, Any]:
+        """Build one choice of a whole response; `tokens` None reports no token probabilities."""
+        said, calls = speech.whole(generation.text)
+        body = {"text": said.text}
+        if self.chat:
+            message = {"role": "assistant", "content": None if calls and not said.text else said.text}
+            message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
+            body = {"message": message | ({"tool_calls": calls} if calls else {})}
+        finish = finish_of(generation.finish_reason, said.text, calls)
+        return {"index": index, **body, "logprobs": self._logprobs(tokens), "finish_reason": finish}
 
     def piece(
         self,
@@ -50,20 +51,17 @@ class Reply:
         token: Token | None = None,
         offset: int = 0,
     ) -> dict[str, Any]:
-        """Build one event of a stream: new reasoning and text, the reason why the choice ended, or both.
+        """Build one event of a stream. `first` adds the role, as in the first event of a chat.
 
-        `first` adds the role, as in the first event of a chat. `token` is one whose probability is reported, and
-        `offset` the number of characters of the choice's text before it.
+        `token` is one whose probability is reported, after `offset` characters of the choice's text.
         """
         delta = ({"role": "assistant"} if first else {}) | ({"content": new.text} if new.text or first else {})
         delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
         said = {"delta": delta} if self.chat else {"text": new.text}
-        logprobs = self._logprobs(None if token is None else [token], offset)
-        return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
+        return self._chunk(index, said, self._logprobs(None if token is None else [token], offset), finish)
 
     def prompt(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
-        said = {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": None}
-        return self._chunk([said])
+        return self._chunk(index, {"text": text}, self._logprobs(tokens))
 
     def prompt_logprobs(self, tokens: Sequence[Token], ranks: int) -> list[dict[str, Any] | None]:
         """Build vLLM's field of the same name: for each token of a prompt but the first, it and the best ones."""
@@ -80,14 +78,16 @@ class Reply:
         return found
 
     def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return self._chunk(index, {"delta": {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]}})
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage}
+        return self._head(CHUNK if self.chat else "text_completion") | {"choices": [], "usage": usage}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
+    def _chunk(
+        self, index: int, said: Mapping[str, Any], logprobs: Mapping[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        return self._head(CHUNK if self.chat else "text_completion") | {"choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -120,10 +120,7 @@ class Reply:
         return {"token": self._text(id), "logprob": logprob, "bytes": list(self.spell(id))}
 
     def _text(self, id: int) -> str:
-        """Return a token's text; for a part of a character, a spelling of its bytes, as OpenAI's API does.
-
-        No two such tokens then share a key of `top_logprobs`.
-        """
+        """Return a token's text; for a part of a character, a spelling of its bytes, as OpenAI's API does."""
         spelt = self.spell(id)
         try:
             return spelt.decode()
@@ -131,34 +128,22 @@ class Reply:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
 
-def _message(said: Said, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": None if calls and not said.text else said.text}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    return message | ({"tool_calls": list(calls)} if calls else {})
-
-
 def usage(
     prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
 ) -> dict[str, Any]:
     """Build the field "usage" of a response.
 
-    `prompt_tokens` counts all prompts together, `cached_tokens` those whose keys were in the cache. `policies` names
-    each answer's attention policy: below the plan's cross-over, it is dense. "tessera" holds the policies and the
-    answers' mean density: keys read / keys visible.
+    `policies` names each answer's attention policy: below the plan's cross-over, it is dense. "tessera" holds the
+    policies and the answers' mean density: keys read / keys visible.
     """
     new = sum(len(generation.tokens) for generation in generations)
     density = sum(generation.density for generation in generations) / max(len(generations), 1)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": prompt_tokens + new,
+    return counts(prompt_tokens, new) | {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
     }
 
 
-def usage_so_far(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Build what `continuous_usage_stats` adds to each event of a stream: the tokens so far of its choice."""
-    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
-    return {"usage": counts | {"total_tokens": prompt_tokens + new_tokens}}
+def counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + new_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}

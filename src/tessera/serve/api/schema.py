@@ -14,8 +14,8 @@ class Schema(BaseModel):
     A field that is null counts as left out, whether it is known or not: many clients write all their unset fields.
 
     Attributes:
-        ignored: fields that change no answer, at any value. They count as left out, too.
-        neutral: values of fields that have no effect, by field; a field with one counts as left out, too.
+        ignored: fields that change no answer. They count as left out, too.
+        neutral: field -> values that have no effect; with one, the field counts as left out, too.
     """
 
     ignored: ClassVar[Container[str]] = frozenset()
@@ -44,11 +44,7 @@ def _is_in(value: Any, values: Sequence[Any]) -> bool:
 
 
 class Refusal(Exception):
-    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object.
-
-    `param` is the name of the wrong field in the body. `retry_s` becomes the header Retry-After: the seconds after
-    which the client may try again.
-    """
+    """Error for a request that the server refuses, because of its field `param`; `retry_s` becomes Retry-After."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
         super().__init__(message)

@@ -24,7 +24,6 @@ class Speech:
     """Splitter of a growing chat answer. It returns text as soon as the text cannot be part of a mark or of a call.
 
     Args:
-        tools: the tools that the request offers; without tools, an answer has no calls.
         forced: whether a grammar makes the whole answer one call.
         single: whether to return only the first call.
         thoughts: pairs of marks around the reasoning with which the model may begin; none leaves it in the text.

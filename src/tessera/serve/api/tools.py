@@ -20,7 +20,6 @@ NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "defini
 def encode(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **variables: Any
 ) -> list[int]:
-    """Return the token ids of a conversation that may offer tools; `variables` go to `Tokenizer.encode_chat`."""
     return tokenizer.encode_chat(**conversation(tokenizer, messages, tools), **variables)
 
 
@@ -45,7 +44,7 @@ def conversation(
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of the tools, or of the tool `name`.
+    """Return the JSON schema of a call of the tool `name`, or of any with None.
 
     Raise ValueError if the parameters of a tool are not an object.
     """

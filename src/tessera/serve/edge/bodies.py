@@ -37,8 +37,7 @@ class Bodies:
         weakref.finalize(self, self._worker.close)
 
     def start(self) -> None:
-        """Start the worker process, so that the first large body need not wait. If it fails, the next large body tries
-        again."""
+        """Start the worker process, so that the first large body need not wait; if that fails, the body tries again."""
         try:
             self._worker.start()
         except (Ended, OSError) as error:

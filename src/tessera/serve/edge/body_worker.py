@@ -19,7 +19,6 @@ NICENESS = 5
 
 
 def main() -> int:
-    """Answer requests until standard input ends."""
     os.nice(NICENESS)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores SIGPROF passes that on
     print("ready", flush=True)

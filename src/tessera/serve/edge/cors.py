@@ -25,8 +25,7 @@ AGE_S = 600
 
 
 def origins(given: Iterable[str]) -> tuple[str, ...]:
-    """Return the origins that `--cors` names, as browsers send them; raise ValueError if one is neither an origin nor
-    "*"."""
+    """Return the origins that `--cors` names, as browsers send them."""
     return tuple(_sent(each.strip().rstrip("/").lower()) for each in given)
 
 

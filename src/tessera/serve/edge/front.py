@@ -46,11 +46,10 @@ class Front:
     """ASGI middleware that checks the API key and the body of every request, and logs one line per request.
 
     Args:
-        app: application that gets the accepted requests.
         keys: accepted API keys. If there are none, requests need no key, but their headers Host and Origin, if present,
             must name this machine.
         origins: other origins that may be in the header Origin (see `cors.origins`).
-        own: another accepted key, that of the front of several replicas; its tenant is "" at each start. "" means none.
+        own: another accepted key, that of the front of several replicas; its tenant is "".
     """
 
     def __init__(
@@ -141,7 +140,7 @@ def _check_local(headers: dict[bytes, bytes], origins: frozenset[bytes]) -> None
     """Refuse a request that another site's web page sends from a browser on this machine.
 
     Otherwise the page could send requests to this server and, once the page's domain name resolves to this machine (DNS
-    rebinding), read the answers. Only browsers send the header Origin. `origins` are those of other allowed pages.
+    rebinding), read the answers. Only browsers send the header Origin.
     """
     for name in (b"host", b"origin"):
         if (given := headers.get(name, b"").strip()) and not HERE.fullmatch(given):
@@ -160,10 +159,7 @@ def tenant_of(key: str) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body; refuse one that is too large or arrives too slowly.
-
-    Raise ConnectionError if the client disconnects before the body is complete.
-    """
+    """Yield the pieces of a body; refuse one that is too large or slow. Raise ConnectionError if the client leaves."""
     too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB: send fewer or shorter prompts")
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:
@@ -184,11 +180,8 @@ async def _body(headers: dict[bytes, bytes], receive: Receive) -> AsyncIterator[
 
 
 async def _refuse(send: Send, receive: Receive, refusal: Refusal) -> None:
-    """Send the refusal, and keep reading for a short time before the connection closes.
-
-    If the server closed the connection while the client was still sending, the client would get a TCP reset and lose
-    the response.
-    """
+    """Send the refusal, and read on for a short time: if the connection closed while the client was still sending, the
+    client would get a TCP reset and lose the response."""
     body = json.dumps(refusal.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [] if refusal.retry_s is None else [(b"retry-after", str(refusal.retry_s).encode())]

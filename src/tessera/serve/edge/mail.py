@@ -1,4 +1,4 @@
-"""Let one thread post calls to an event loop, which runs several of them per wake-up."""
+"""Let one thread post calls to an event loop."""
 
 import asyncio
 from collections import deque
@@ -7,10 +7,7 @@ from contextlib import suppress
 
 
 class Mail:
-    """A box for calls that one thread posts to an event loop.
-
-    Waking a loop takes a system call, so calls that arrive before the loop has emptied the box share one wake-up.
-    """
+    """A box for calls to an event loop. Waking a loop takes a system call, so calls share a wake-up if they can."""
 
     def __init__(self):
         self._calls: deque[Callable[[], object]] = deque()

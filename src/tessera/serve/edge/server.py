@@ -56,10 +56,7 @@ DRAIN_S = 30.0
 class Work(Protocol):
     """The part of a server that computes answers: the service of one engine, or the replicas behind a front.
 
-    Attributes:
-        draining: whether new requests are refused.
-        open: number of requests that wait or run.
-        alive: whether requests can still be answered; if not, the server stops.
+    `open` counts the requests that wait or run. The server stops as soon as the work is not `alive`.
     """
 
     draining: bool
@@ -139,12 +136,13 @@ class Deadlines(H11Protocol):
             self.transport.resume_reading()
         if not self._rest or self._answering():  # h11 would take b"" for the end of the connection
             return
-        size = len(self._rest) if self._in_plain_body() else PIECE
+        plain = self.conn.their_state is h11.SEND_BODY and all(name != b"transfer-encoding" for name, _ in self.headers)
+        size = len(self._rest) if plain else PIECE
         piece = bytes(self._rest[:size])
         del self._rest[:size]
         super().data_received(piece)
         if self._rest:
-            tiny = self._in_body() and len(CHUNK.findall(piece)) * TINY > len(piece)
+            tiny = self.conn.their_state is h11.SEND_BODY and len(CHUNK.findall(piece)) * TINY > len(piece)
             self._parse_soon(self._turn_of_tiny() if tiny else 0.0)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
@@ -187,7 +185,6 @@ class Deadlines(H11Protocol):
         self._parse_soon()
 
     def pause_writing(self) -> None:
-        """Start the deadline for reading the answer: the connection's send buffer is full."""
         super().pause_writing()
         self._stalled = asyncio.get_running_loop().call_later(WRITE_S, self._cut)
 
@@ -205,12 +202,6 @@ class Deadlines(H11Protocol):
     def _answering(self) -> bool:
         return self.conn.their_state is h11.DONE
 
-    def _in_body(self) -> bool:
-        return self.conn.their_state is h11.SEND_BODY
-
-    def _in_plain_body(self) -> bool:
-        return self._in_body() and not any(name == b"transfer-encoding" for name, _ in self.headers)
-
     def _await_headers(self) -> None:
         self.idle.pop(self, None)
         self.idle[self] = None
@@ -221,10 +212,7 @@ class Deadlines(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which on SIGTERM or SIGINT refuses new requests (503), finishes open ones, and stops.
-
-    A second signal stops it at once.
-    """
+    """uvicorn's server, which on SIGTERM or SIGINT refuses new requests (503), finishes open ones, and stops."""
 
     def __init__(self, config: uvicorn.Config, service: Work):
         super().__init__(config)
@@ -250,16 +238,16 @@ class Server(uvicorn.Server):
         else:
             self._loop.call_soon_threadsafe(self._end, sig)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket]) -> None:
         """Start to listen. asyncio accepts as many connections at a time as may wait, which would be too many."""
         await super().startup(sockets)
-        for each in sockets or ():
+        for each in sockets:
             each.listen(UNACCEPTED)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self.service.alive
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+    async def serve(self, sockets: list[socket.socket]) -> None:
         """Serve until a signal; stop the service after the last response, unless a second signal has come."""
         self._loop = asyncio.get_running_loop()
         try:
@@ -294,10 +282,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host` and `port`, or raise an OSError that names them.
-
-    Clients that connect before the server runs wait for it.
-    """
+    """Return a socket that listens on `host` and `port`; clients that connect before the server runs wait for it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

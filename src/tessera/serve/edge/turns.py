@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from tessera.serve.api.schema import Refusal
-from tessera.serve.edge.front import TENANT
+from tessera.serve.edge.front import TENANT, Receive
 
 
 class Turns:
@@ -49,14 +49,14 @@ class Turns:
 
 async def in_turn[Result](request: Request, turns: Turns, work: Callable[..., Result], *args: Any) -> Result:
     """Call `work` when it is the turn of the request's tenant; raise Refusal as soon as the client disconnects."""
-    return await unless_gone(request, turns.run(request.scope.get(TENANT, ""), work, *args))
+    return await unless_gone(request.receive, turns.run(request.scope.get(TENANT, ""), work, *args))
 
 
-async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Await `work` and return the result; raise Refusal as soon as the client disconnects."""
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     tasks = [asyncio.create_task(work), asyncio.create_task(gone())]

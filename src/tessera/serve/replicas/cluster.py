@@ -71,19 +71,14 @@ class Actor:
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
         """Load a model, serve it from a thread on a free port, and return the server's URL.
 
-        `build` gets the clients' API keys; `own` is the front's key. `host` "" means this machine's address in the
-        cluster.
-
-        Raises:
-            ValueError, MemoryError, OSError: the model cannot be served.
+        `own` is the front's key. `host` "" means this machine's address in the cluster.
         """
         import ray
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("tessera").setLevel(logging.INFO)
-        logging.getLogger("tessera.serve.edge.front").setLevel(
-            logging.WARNING
-        )  # the server in front logs every request
+        # the server in front logs every request
+        logging.getLogger("tessera.serve.edge.front").setLevel(logging.WARNING)
         site = build(keys)
         self._service = site.service
         bound = server.listen(host or ray.util.get_node_ip_address(), 0)
@@ -100,16 +95,9 @@ class Cluster:
     """The `supervisor.Launcher` that uses Ray.
 
     Args:
-        build: function that takes the API keys, loads the model and starts the engine's thread. It runs in each
-            replica's process.
-        keys: API keys of clients; if there are none, requests need no key.
-        count: number of replicas.
+        build: loads the model and starts the engine's thread, in each replica's process; takes the API keys.
         chips: number of GPUs or TPU chips per replica; ignored if no machine has any.
         end_s: maximum seconds for a replica that is stopped to end its step and write its pages.
-
-    Raises:
-        ValueError: the machines have too few chips.
-        OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
 
     def __init__(
@@ -218,10 +206,6 @@ def join() -> str:
     """Join the cluster that RAY_ADDRESS names; if it is not set, empty or "local", start Ray on this machine.
 
     Return the address on which replicas listen; "" if each listens on the address of the machine that runs it.
-
-    Raises:
-        ValueError: RAY_AUTH_MODE is neither "token" nor "disabled".
-        OSError: RAY_ADDRESS names no running cluster, or this machine lacks the cluster's token.
     """
     # A terminal that closes sends SIGHUP to Ray's processes too. They inherit this; the front sets its handler later.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -257,9 +241,9 @@ def join() -> str:
 
 
 def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
-    """Return the Ray options that give a replica its chips, all in one machine; {} if no machine has an accelerator.
+    """Return the Ray options that give a replica its chips, all in one of `ray.nodes()`; {} if none has an accelerator.
 
-    `nodes` are the machines, as `ray.nodes` lists them. Raise ValueError if they have too few chips.
+    Raise ValueError if they have too few chips.
     """
     present = [node["Resources"] for node in nodes if node["Alive"]]
     kind = next((kind for kind in CHIPS if any(resources.get(kind) for resources in present)), None)
@@ -285,10 +269,7 @@ def node_of(taken: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def clients(files: int) -> int:
-    """Return the maximum number of connections of clients; a request needs a second one, to its replica.
-
-    `files` is the maximum number of file descriptors of this process, or `RLIM_INFINITY`.
-    """
+    """Return how many clients may connect, with `files` descriptors; a request needs a second one, to its replica."""
     if files == resource.RLIM_INFINITY:
         return server.MAX_CONNECTIONS
     return max(1, min(server.MAX_CONNECTIONS, (files - OWN_FILES) // 2))
@@ -310,17 +291,10 @@ def run(
     SIGHUP restarts the replicas, one after another.
 
     Args:
-        launcher: starts and ends the replicas' processes.
-        tokenizer: the model's tokenizer; with None, a text prompt goes to any replica.
-        name: the model's name in the log.
-        count: number of replicas.
-        margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
+        tokenizer: the model's, for routing keys; with None, a text prompt goes to any replica.
+        margin: number of open requests by which a request's preferred replica may exceed another.
         context: maximum tokens of one request; None if only the replicas know it.
-        bound: the socket.
         origins: origins of other machines' pages that may use the server (see `cors.origins`).
-
-    Raises:
-        ValueError, MemoryError, OSError: the model cannot be served.
     """
 
     async def serve() -> None:

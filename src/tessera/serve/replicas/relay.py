@@ -4,7 +4,6 @@ If the replica is lost, full or still warming up, the front sends the request to
 it ends with an error event, because the client already has part of the answer.
 """
 
-import asyncio
 import json
 from contextlib import suppress
 
@@ -16,7 +15,7 @@ from tessera.serve.api.protocol import ChatBody, CompletionBody
 from tessera.serve.api.schema import Refusal
 from tessera.serve.edge.bodies import Bodies
 from tessera.serve.edge.front import TENANT, Message, Receive, Send
-from tessera.serve.edge.turns import Turns
+from tessera.serve.edge.turns import Turns, unless_gone
 from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.replicas.routing import choose, first_page
 from tessera.serve.replicas.supervisor import Lost, Replica, Replicas, full
@@ -34,13 +33,7 @@ MAX_LOST = 2
 
 
 class Relay:
-    """ASGI application in front of replicas.
-
-    Args:
-        tokenizer: the model's tokenizer, for routing keys; with None, a text prompt goes to any replica.
-        margin: number of open requests by which a request's preferred replica may exceed another (`routing.choose`).
-        context: maximum tokens of one request; None if only the replicas know it.
-    """
+    """ASGI application in front of replicas; `cluster.run` explains the arguments."""
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int, context: int | None = None):
         self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
@@ -49,28 +42,9 @@ class Relay:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request whose body is one message (see `Front`); stop at once if the client disconnects."""
-        body, complete = (await receive()).get("body", b""), False
-
-        async def passed(message: Message) -> None:
-            nonlocal complete
-            complete = message["type"] == "http.response.body" and not message.get("more_body")
-            await send(message)
-
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        answering = asyncio.create_task(self._respond(scope, body, passed))
-        watching = asyncio.create_task(gone())
-        try:
-            await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
-            if not complete:  # uvicorn reports a complete answer as a disconnection too
-                answering.cancel()
-            with suppress(asyncio.CancelledError):
-                await answering
-        finally:
-            answering.cancel()
-            watching.cancel()
+        body = (await receive()).get("body", b"")
+        with suppress(Refusal):  # of a client that is gone
+            await unless_gone(receive, self._respond(scope, body, send))
 
     async def _respond(self, scope: Message, body: bytes, send: Send) -> None:
         own = scope["method"] == "GET" and scope["path"] in ("/health", "/ready", "/metrics")
@@ -121,18 +95,14 @@ class Relay:
         parsed = await self._bodies.parse(tenant, schema, body)
         return await self._encoding.run(tenant, first_page, parsed, self.tokenizer, tenant)
 
-    def _key_of(self, scope: Message) -> dict[bytes, bytes]:
-        """Return the header with the client's API key, which tells the replica the tenant; {} if keys are not used."""
-        given = dict(scope["headers"]).get(b"authorization")
-        return {b"Authorization": given} if self.replicas.launcher.keys and given else {}
-
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
         """Send a request to a replica. Return the whole answer, or stream it to the client and return None.
 
         Raise Lost if the replica was lost before the client got a byte.
         """
-        begun, url = False, _url(replica, scope)
-        asked = {"method": scope["method"], "url": url, "content": body, "headers": self._key_of(scope)}
+        begun, key = False, dict(scope["headers"]).get(b"authorization")
+        own = {b"Authorization": key} if self.replicas.launcher.keys and key else {}  # it tells the replica the tenant
+        asked = {"method": scope["method"], "url": _url(replica, scope), "content": body, "headers": own}
         try:
             async with replica.bounded(), self.replicas.client.stream(**asked) as found:
                 headers = {name: value for name, value in found.headers.items() if name.lower() not in OWN}
@@ -140,7 +110,8 @@ class Relay:
                     return Response(await found.aread(), found.status_code, headers)
                 async for piece in found.aiter_raw():
                     if not begun:
-                        await send(_start(found.status_code, headers))
+                        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                        await send({"type": "http.response.start", "status": found.status_code, "headers": pairs})
                     begun = True
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except (httpx2.TransportError, TimeoutError) as error:
@@ -173,8 +144,3 @@ def _url(replica: Replica, scope: Message) -> httpx2.URL:
     if url.raw_path.partition(b"?")[0] != scope["raw_path"]:
         raise Refusal(404, unknown)
     return url
-
-
-def _start(status: int, headers: dict[str, str]) -> Message:
-    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": pairs}

@@ -13,13 +13,14 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.api.protocol import ChatBody, CompletionBody
 from tessera.serve.api.tools import encode
+from tessera.serve.replicas.supervisor import Replica
 
 PAGE = 64
 """Number of tokens in the routing key: the smallest page of any platform. Prompts that share a page thus have equal
@@ -29,18 +30,10 @@ CHARACTERS = 2048
 seldom longer, and encoding a book would take seconds while other requests wait."""
 
 
-class Choice(Protocol):
-    """The fields of a replica that `choose` reads: its number, and how many requests it has open."""
-
-    index: int
-    open: int
-
-
 def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, tenant: str = "") -> bytes | None:
     """Return the routing key of a request; None if its first prompt is shorter than a page, or cannot be encoded.
 
-    Tenants share no pages, so equal prompts of two tenants have different keys. The key decides only where a request
-    runs. It therefore ignores tools, and all but the first `CHARACTERS` characters.
+    The key decides only where a request runs, so it ignores tools, and all but the first `CHARACTERS` characters.
     """
     try:
         tokens = _tokens(body, tokenizer)
@@ -51,12 +44,8 @@ def first_page(body: CompletionBody | ChatBody, tokenizer: Tokenizer | None, ten
     return hashlib.blake2b(tenant.encode() + b"|" + np.asarray(tokens[:PAGE], "<u4").tobytes()).digest()
 
 
-def choose[R: Choice](key: bytes | None, replicas: Sequence[R], margin: int) -> R:
-    """Return the replica for a request, out of those that are ready.
-
-    With `key` None, no replica is preferred. `margin` is the number of open requests by which the preferred replica
-    may exceed the fallback.
-    """
+def choose(key: bytes | None, replicas: Sequence[Replica], margin: int) -> Replica:
+    """Return the replica for a request, out of those that are ready; with `key` None, none is preferred."""
     others = random.sample(replicas, min(2, len(replicas)))
     idle = min(others, key=lambda replica: replica.open)
     if key is None:

@@ -6,9 +6,10 @@ counters of a replica's process stay in the sum when the process ends.
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -33,12 +34,7 @@ class Totals:
         self._ended = merged([self._ended, counted(metrics)])
 
     def text(self, metrics: Iterable[Sequence[Metric]], *, ready: int, lost: int, retried: int) -> bytes:
-        """Return the merged metrics in Prometheus' text format.
-
-        `metrics` are the latest ones of each process that has not ended. `ready` counts the replicas that accept
-        requests, `lost` their crashes, and `retried` the requests that another replica got because the first was lost
-        or restarted.
-        """
+        """Return the merged metrics in Prometheus' text format; `metrics` are those of each process that runs."""
         found = merged([self._ended, *metrics])
         # Two answers of a replica may arrive in the wrong order, and the order of its terms changes a sum of floats.
         found = merged([self._shown, found], max)
@@ -50,19 +46,7 @@ class Totals:
             CounterMetricFamily("tessera:replicas_lost", about, value=lost),
             CounterMetricFamily("tessera:requests_retried", again, value=retried),
         ]
-        registry = CollectorRegistry()
-        registry.register(_Families([*found, *own]))
-        return generate_latest(registry)
-
-
-class _Families:
-    """Collector that always returns the same metrics."""
-
-    def __init__(self, families: Iterable[Metric]):
-        self._families = list(families)
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+        return generate_latest(SimpleNamespace(collect=lambda: [*found, *own]))
 
 
 def parsed(text: str) -> list[Metric]:

@@ -38,12 +38,7 @@ PAUSES_S = (1.0, 60.0)
 
 
 class Launcher(Protocol):
-    """Starts and ends the processes of replicas.
-
-    Attributes:
-        keys: API keys of clients; empty if requests need no key. Replicas accept these keys too, one per tenant.
-        key: API key that the front sends to replicas.
-    """
+    """Starts and ends the processes of replicas, which accept the clients' `keys` and the front's own `key`."""
 
     keys: tuple[str, ...]
     key: str
@@ -51,10 +46,8 @@ class Launcher(Protocol):
     async def start(self, index: int) -> str:
         """Start replica `index`, load its model and return its server's URL.
 
-        Raises:
-            Lost: the process ended before its server was running.
-            ValueError, MemoryError, OSError, RuntimeError: the model cannot be served.
-            Ended: no process can be started any more.
+        Raise Lost if the process ended before its server ran, Ended if no process can be started any more, and any
+        other error if the model cannot be served.
         """
 
     async def stop(self, index: int, *, lost: bool) -> None:
@@ -79,7 +72,6 @@ class Counting:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request as open."""
         self.open += 1
         try:
             yield
@@ -92,27 +84,23 @@ class Replica(Counting):
 
     Attributes:
         url: address of its server; "" while it has none.
-        ready: whether it takes requests.
-        open: number of requests that it has not answered.
         starts, retired: number of times that it has become ready, and that it has been stopped to restart it.
         rolls: number of calls of `Replicas.roll` before its process was started.
+        misses: number of health checks in a row that failed.
         metrics: the last metrics that its process has reported.
         retiring: event that is set while the replica is to be restarted once the open requests have ended.
     """
 
     def __init__(self, index: int):
         self.index, self.url, self.ready = index, "", False
-        self.starts = self.retired = self.rolls = 0
+        self.starts = self.retired = self.rolls = self.misses = 0
         self.metrics: list[Metric] = []
         self.retiring = asyncio.Event()
         self._limits: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block when the replica is lost.
-
-        This is necessary because a machine that loses power does not close its connections.
-        """
+        """Raise TimeoutError in the block when the replica is lost: a machine without power closes no connection."""
         async with asyncio.timeout(None) as limit:
             self._limits.add(limit)
             try:
@@ -134,15 +122,7 @@ class Replica(Counting):
 
 
 class Replicas(Counting):
-    """N replicas behind one front: the `server.Work` of the front's server.
-
-    Attributes:
-        all: the replicas.
-        open: number of requests without a complete answer, whether or not a replica has them.
-        retried: number of requests that were sent to another replica because the first was lost or restarted.
-        lost: number of times that a replica crashed or stopped answering.
-        rolls: number of calls of `roll`.
-    """
+    """N replicas behind one front: the `server.Work` of the front's server."""
 
     def __init__(self, launcher: Launcher, count: int):
         self.launcher, self.all = launcher, [Replica(index) for index in range(count)]
@@ -215,10 +195,7 @@ class Replicas(Counting):
         return len(self.ready) == len(self.all) and all(answer == 200 for answer in answers)
 
     async def metrics(self) -> bytes:
-        """Return the merged metrics of the replicas that are ready, in Prometheus' text format.
-
-        Counters include those of other replicas and of processes that have ended.
-        """
+        """Return the merged metrics, in Prometheus' text format; of replicas that are not ready, only counters."""
         await asyncio.gather(*(self._measure(replica) for replica in self.ready))
         latest = [replica.metrics if replica.ready else counted(replica.metrics) for replica in self.all]
         return self._totals.text(latest, ready=len(self.ready), lost=self.lost, retried=self.retried)
@@ -242,11 +219,11 @@ class Replicas(Counting):
         pause = PAUSES_S[0]
         while True:
             replica.retiring.clear()
-            replica.rolls = self.rolls
+            replica.rolls, replica.misses = self.rolls, 0
             try:
                 replica.url = await self.launcher.start(replica.index)
                 await self._warmed(replica)
-                replica.ready, replica.starts, pause = True, replica.starts + 1, PAUSES_S[0]
+                replica.ready, replica.starts, replica.misses, pause = True, replica.starts + 1, 0, PAUSES_S[0]
                 logger.info("ready: replica %d of %d at %s", replica.index, len(self.all), replica.url)
                 await self._retired(replica)
                 retired = True
@@ -266,33 +243,27 @@ class Replicas(Counting):
                 pause = min(2 * pause, PAUSES_S[1])
 
     async def _warmed(self, replica: Replica) -> None:
-        misses = 0
         while await self._status(replica, "/ready") != 200:
-            health = await self._status(replica, "/health")
-            misses = misses + 1 if health is None else 0
-            if health == 500 or misses == MISSES:
-                raise Lost(f"no answer to {MISSES} health checks" if health is None else "its engine has ended")
+            await self._check(replica)
             await asyncio.sleep(HEALTH_S / 5)
 
     async def _retired(self, replica: Replica) -> None:
-        """Watch a replica until it is asked to retire; then wait for its open requests, at most `DRAIN_S` seconds.
-
-        Raise Lost if it ends or stops answering before that.
-        """
-        misses = 0
+        """Watch a replica until it is asked to retire; then wait for its open requests, at most `DRAIN_S` seconds."""
         while not replica.retiring.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(replica.retiring.wait(), HEALTH_S)
-            status = await self._status(replica, "/health")
-            misses = 0 if status == 200 else misses + 1
-            if misses == MISSES or status == 500:
-                raise Lost(
-                    f"no answer to {MISSES} health checks" if status is None else f"its /health answers {status}"
-                )
+            await self._check(replica)
         deadline = time.monotonic() + DRAIN_S
         while replica.open and time.monotonic() < deadline:
             await asyncio.sleep(HEALTH_S / 20)
         await self._measure(replica)
+
+    async def _check(self, replica: Replica) -> None:
+        """Ask for a replica's health; raise Lost if its engine has ended, or MISSES checks in a row have failed."""
+        status = await self._status(replica, "/health")
+        replica.misses = 0 if status == 200 else replica.misses + 1
+        if status == 500 or replica.misses == MISSES:
+            raise Lost(f"no answer to {MISSES} health checks" if status is None else f"its /health answers {status}")
 
     async def _status(self, replica: Replica, path: str) -> int | None:
         """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails.
