@@ -6,6 +6,7 @@ A table lies between `<!-- records:NAME -->` and `<!-- end -->`; `make readme` r
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -341,6 +342,8 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "int8-cache": cached,
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
+        "real-tasks-alone": partial(report_real.tasks, alone=True),
+        "real-text-alone": partial(report_real.text, alone=True),
         "real-tiles": report_real.tiles,
         "real-gaps": report_real.gaps,
         "real-weights": report_real.weights,

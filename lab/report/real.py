@@ -37,8 +37,11 @@ PEERS = {
 UNTOLD = " (says nothing about the choice of keys)"
 
 
-def answered(records: Iterable[Record], op: str) -> list[Record]:
+def answered(records: Iterable[Record], op: str, alone: bool = False) -> list[Record]:
     """Select the records of `op` from one run at one commit: the run with the most records (ties: the latest).
+
+    A plan runs dense below its cross-over. The choice of keys `alone` is what the plan does without one, from the first
+    token; by default, a run with a cross-over is preferred, which is what users get.
 
     The contender NEAR reads all keys in the heads where the plan does, and a window in the others. If the plan has no
     such heads, NEAR equals the window and is left out.
@@ -47,23 +50,26 @@ def answered(records: Iterable[Record], op: str) -> list[Record]:
     for record in records:
         if record.what.op == op and not record.error:
             groups.setdefault((record.where.machine, series(record), record.code.commit), []).append(record)
-    run = max(groups.values(), key=lambda own: (len(own), max(r.date for r in own)), default=[])
+    crossed = [own for own in groups.values() if any(r.what.config.get("crossover_tokens") for r in own)]
+    runs = [own for own in groups.values() if own not in crossed] if alone else crossed or list(groups.values())
+    run = max(runs, key=lambda own: (len(own), max(r.date for r in own)), default=[])
     return [r for r in run if r.facts["policy"] != NEAR or any(map(any, r.what.config["whole"]))]
 
 
-def text(records: Sequence[Record]) -> str:
+def text(records: Sequence[Record], alone: bool = False) -> str:
     """Show each contender's KL divergence from dense, by domain and range of positions."""
-    return _by_question(answered(records, TEXT), COLUMNS, _divergence, "KL per token, nats (95 %); keys read")
+    return _by_question(answered(records, TEXT, alone), COLUMNS, _divergence, "KL per token, nats (95 %); keys read")
 
 
-def tasks(records: Sequence[Record]) -> str:
+def tasks(records: Sequence[Record], alone: bool = False) -> str:
     """Show the share of dense's right answers that each contender keeps, by kind and length."""
-    return _by_question(answered(records, TASK), COLUMNS, _kept, "kept of dense's answers (95 %); p; keys read")
+    lead = "kept of dense's answers (95 %); p; keys read"
+    return _by_question(answered(records, TASK, alone), COLUMNS, _kept, lead)
 
 
 def tiles(records: Sequence[Record]) -> str:
     """Show what tile size costs if every layer chooses tiles by its own exact attention: on text, then on questions."""
-    shown = [*answered(records, TEXT), *answered(records, TASK)]
+    shown = [*answered(records, TEXT, alone=True), *answered(records, TASK, alone=True)]
     cell = {TEXT: _divergence, TASK: _kept}
     return _by_question(shown, TILES, lambda r: cell[r.what.op](r), "every layer's own exact choice")
 
@@ -73,8 +79,9 @@ def gaps(records: Sequence[Record]) -> str:
 
     Under EXACT, every layer chooses tiles by its own exact attention, and reads as many keys as under the plan.
     """
-    exact = {_question(r): r for r in answered(records, TEXT) if r.facts["policy"] == EXACT}
-    shown = [r for r in answered(records, TEXT) if _question(r) in exact and r.facts["policy"] in GAPS]
+    found = answered(records, TEXT, alone=True)
+    exact = {_question(r): r for r in found if r.facts["policy"] == EXACT}
+    shown = [r for r in found if _question(r) in exact and r.facts["policy"] in GAPS]
     return _by_question(
         [*exact.values(), *shown],
         (EXACT, *GAPS),

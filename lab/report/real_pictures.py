@@ -1,4 +1,5 @@
-"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept, against keys read."""
+"""Draw what the choice of keys alone keeps in `tessera eval --suite real`: closeness to dense and answers, against keys
+read, sparse from the first token on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -39,7 +40,7 @@ Point = tuple[float, float, float, float]
 
 def real_text(records: Sequence[Record]) -> Picture | None:
     """Plot divergence from dense, averaged over domains, against keys read: a panel per range of positions."""
-    shown = [r for r in answered(records, TEXT) if r.what.kernel in LOOKS]
+    shown = [r for r in answered(records, TEXT, alone=True) if r.what.kernel in LOOKS]
     if not shown:
         return None
     spans = sorted({(r.facts["from"], r.facts["to"]) for r in shown})
@@ -65,7 +66,7 @@ def real_text(records: Sequence[Record]) -> Picture | None:
 
 def real_needles(records: Sequence[Record]) -> Picture | None:
     """Plot the share of dense's needles that each policy keeps, against the share of keys read: a panel per length."""
-    shown = [r for r in answered(records, TASK) if r.what.kernel in LOOKS and r.facts["kind"] == "single"]
+    shown = [r for r in answered(records, TASK, alone=True) if r.what.kernel in LOOKS and r.facts["kind"] == "single"]
     shown = [r for r in shown if r.facts.get("kept") is not None]
     if not shown:
         return None

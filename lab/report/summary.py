@@ -9,7 +9,7 @@ from lab.studies import figures
 from tessera.measure.evidence import Record
 from tessera.measure.judge.contenders import CONTROL, PLAN, WINDOW
 
-NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (2048, 4096, 8192), (4096, 8192), 8192
+NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (4096, 8192), (4096, 8192), 8192
 """Tokens: lengths of the documents with needles, range of positions in the text, length of the timed prompt."""
 KEPT_GOAL = 0.95
 """Share of dense's needles that a plan should keep; a smaller share is printed in bold."""
