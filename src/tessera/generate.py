@@ -249,7 +249,6 @@ class Model:
         )
 
     def max_new_tokens(self, given: int | None, otherwise: int = NEW_TOKENS) -> int:
-        """Return `given` unless it is None, else the value in generation_config.json, else `otherwise`."""
         found = self.generation_config.max_new_tokens if given is None else given
         return otherwise if found is None else found
 
@@ -259,8 +258,7 @@ class Model:
         return str(self.params.embed.dtype) + (f", {self.weights} weights" if self.weights else "")
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Encode the prompts as token lists; raise ValueError if a prompt is empty, exceeds the context, or holds a
-        token outside the vocabulary."""
+        """Encode the prompts as token lists; refuse empty ones, unknown tokens and those longer than the context."""
         single = isinstance(prompts, str)
         prompts = list(prompts)
         if single or (prompts and isinstance(prompts[0], int | np.integer)):
@@ -280,7 +278,7 @@ class Model:
         return RowPool(self.params, self.config, policy, rows=1, num_keys=num_keys, kv_dtype=self.kv_dtype)
 
     def encode_prompt(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
-        """Encode one prompt, with the errors of `encode_prompts`; `name` is the prompt's name in their messages."""
+        """Encode one prompt, which error messages call `name`."""
         if isinstance(prompt, str):
             self._need_tokenizer(True, "a text prompt")
             if not prompt:
@@ -387,11 +385,7 @@ def load(
 
 
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
-    """Build the mesh of devices over which `load` splits a model of this config.
-
-    Raises:
-        ValueError: the mesh cannot split this model, or does not fit the devices that are present.
-    """
+    """Build the mesh over which `load` splits a model of this config; raise ValueError if that is not possible."""
     shape = parse(mesh, config.num_kv_heads)
     check(shape, split_sizes(config), jax.device_count(), jax.process_count(), config.window)
     return build(shape)
@@ -406,14 +400,12 @@ def save(model: Model, folder: str | os.PathLike) -> None:
 
 
 def check_attention(attention: str) -> None:
-    """Raise ValueError unless `attention` names a policy."""
     if attention not in POLICIES:
         raise ValueError(f"{attention=} must be one of {tuple(POLICIES)}")
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return `plan`, loaded if it is a path. If it is None: for "kascade", load the plan that `locate_plan` finds, or
-    raise ValueError if there is none; for any other policy, return None."""
+    """Return `plan`, loaded if it is a path; if it is None, kascade needs the plan that `locate_plan` finds."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":

@@ -138,7 +138,6 @@ def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target 
 
 
 def _check_fit(config: ModelConfig, **sizes: int) -> None:
-    """Raise ValueError if a tile is longer than the context."""
     for name, size in sizes.items():
         if size > config.max_positions:
             raise ValueError(f"{name}={size} does not fit the context of {config.max_positions}: choose a smaller one")

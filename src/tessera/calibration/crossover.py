@@ -39,7 +39,7 @@ length share the capacity, so that their programs compile only once."""
 def measure_crossovers(
     model: Any, policy: Kascade, report: Any, crossover: int | None, decode_crossover: int | None
 ) -> tuple[dict[str, int | None], dict[str, Any]]:
-    """Return a plan's fields of both cross-overs, and the measured times by the names that `Plan.metrics` has for them.
+    """Return a plan's fields of both cross-overs, and the measured times by their names in `Plan.metrics`.
 
     A given number is not measured; a given `crossover` alone also holds for decode.
     """
@@ -56,7 +56,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
 
     Compares medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed
     the time budget. If Kascade is not faster at the longest length, returns the context plus one, so that every request
-    runs dense, and logs a warning.
+    runs dense.
     """
     context = model.config.max_positions
     lengths = sorted({min(1024 << i, context) for i in range(11)})
@@ -86,8 +86,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
 def measure_decode_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:
     """Measure the position from which a decode step under the policy is faster than dense; return (position, times).
 
-    The positions are those of `measure_crossover`, up to TIMED_KEYS. If Kascade is not faster at the last one, returns
-    the context plus one, so that decode always runs dense.
+    As `measure_crossover`, but with the time of single steps, and for positions up to TIMED_KEYS.
     """
     context = model.config.max_positions
     lengths = sorted({min(1024 << i, context, TIMED_KEYS) for i in range(11)})
@@ -118,10 +117,7 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 
 
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
-    """Return, for each policy, the median milliseconds of a prefill of `length` tokens, without compilation.
-
-    The runs of the policies are interleaved.
-    """
+    """Return, for each policy, the median milliseconds of a prefill of `length` tokens, in interleaved runs."""
     prompt = np.arange(length, dtype=np.int32) % model.config.vocab_size
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
     pools = [RowPool(model.params, model.config, policy, rows=1, num_keys=size) for policy in policies]
@@ -145,10 +141,7 @@ class DecodeTimer:
         self.pools = [RowPool(model.params, model.config, policy, rows=1, num_keys=num_keys) for policy in policies]
 
     def __call__(self, length: int) -> list[float]:
-        """Return, for each policy, the median milliseconds of a step that reads `length` keys, without compilation.
-
-        The steps of the policies are interleaved.
-        """
+        """Return, for each policy, the median milliseconds of a step that reads `length` keys, in interleaved steps."""
         samples: list[list[float]] = [[] for _ in self.pools]
         for _ in range(1 + DECODE_REPEATS):  # the first compiles
             for policy, pool, sample in zip(self.policies, self.pools, samples):

@@ -29,15 +29,8 @@ def measure_again(
 ) -> Plan:
     """Measure a plan's loss against dense on every window of a text; the plan's layers and budgets do not change.
 
-    Args:
-        model, texts, crossover, decode_crossover, max_tokens, progress: as in `calibrate`.
-        plan: a plan of this model, made with a target.
-
-    Returns:
-        the plan with a new promise and cross-overs; the promise is `fresh` if the plan was made from another text.
-
-    Raises:
-        ValueError, FileNotFoundError: the plan has no target or belongs to another model, or the text is unusable.
+    Return the plan with a new promise and cross-overs; the promise is `fresh` if the plan was made from another text.
+    Arguments as in `calibrate`. A plan without a target is refused.
     """
     plan.check(model.config, fingerprint(model.params, model.config))
     if not plan.promise:

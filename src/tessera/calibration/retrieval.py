@@ -26,9 +26,7 @@ class Probe:
     """One window with planted facts and, at its end, their repetition.
 
     Attributes:
-        tokens: token ids of the window.
-        answers: (first, end) positions of the judged tokens of each repetition, end excluded; the row before a token
-            predicts this token.
+        answers: (first, end) positions of the judged tokens of each repetition, end excluded.
         text_end: position after the text and its planted facts, where the repetitions start.
     """
 
@@ -40,16 +38,7 @@ class Probe:
 def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = FACTS) -> Probe:
     """Hide facts in a window of text, and repeat the facts and a passage of the text at the window's end.
 
-    The window keeps its length.
-
-    Args:
-        model: a model; its tokenizer, if it has one, encodes the facts.
-        window: token ids, the last of which are cut off to make room for the facts and repetitions.
-        seed: the same seed gives the same probe.
-        num_facts: number of facts to hide, at even depths.
-
-    Raises:
-        ValueError: the window is too short for its facts.
+    The window keeps its length: its last tokens are cut off. The same seed gives the same probe.
     """
     rng = np.random.default_rng(list(seed))
     text = "" if model.tokenizer is None else model.tokenizer.decode(window)

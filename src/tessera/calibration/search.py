@@ -69,7 +69,6 @@ class Target:
             raise ValueError(f"max_kl={self.max_kl} must be above 0 and finite, such as 0.02")
 
     def holds(self, kept: "Kept") -> bool:
-        """Return whether the measured losses meet the target."""
         by_loss = self.keep is None or all(share >= self.keep for share in (kept.text_kept, kept.probes_kept))
         return by_loss and (self.max_kl is None or all(kl <= self.max_kl for kl in (kept.text_kl, kept.probes_kl)))
 
@@ -103,16 +102,13 @@ class Kept:
     tokens: int
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the fields for the plan's metrics, rounded to four significant digits."""
         return {name: value if isinstance(value, int) else rounded(value) for name, value in asdict(self).items()}
 
 
 def search_policy(
     model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: Report, notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Find the policy that reads least and meets the target.
-
-    Return the policy, and a dict: the plan's promise, its metrics, and the number of tokens run.
+    """Find the policy that reads least and meets the target; return it with the plan's promise, metrics and tokens run.
 
     While the policy misses the target on the first held-out window, the mean budget grows by HELD_OUT_STEP. The promise
     states the losses that the policy has on a second held-out window. If there is no second one, the promise states
@@ -145,8 +141,6 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: target, lengths of the judged windows, whether the budgets were set on other windows
-    (`fresh`), whether the target is met, and the measured losses."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
         "judged_tokens": [len(probe.tokens) for probe in judged],

@@ -26,15 +26,9 @@ from tessera.sparse.recording import NUM_KEYS, RecallRecorder, RecallState, Simi
 def find_anchors(
     model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: Report
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Choose anchors and the head map by similarity, as the paper does.
+    """Choose anchors and the head map by similarity, as the paper does; return the policy, its metrics and tokens run.
 
-    Return the policy, and a dict: the plan's metrics, and the number of tokens run.
-
-    Args:
-        model, corpus: the model, and the text to run it on.
-        count: number of anchors to choose, or the anchor layers themselves.
-        fixed: the policy's other fields, by name.
-        report: shows the progress.
+    `count` is the number of anchors to choose, or the anchor layers themselves; `fixed` are the policy's other fields.
     """
     always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
@@ -45,8 +39,7 @@ def find_anchors(
 
 
 def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Build the plan's head map. If the heads are pooled (`heads_LLK` has a last axis of length 1), each head maps to
-    itself."""
+    """Build the plan's head map; pooled heads (a last axis of length 1) map to themselves."""
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers
@@ -75,7 +68,6 @@ class Notes:
         return self.importance * self.similarity
 
     def metrics(self) -> dict[str, Any]:
-        """Return the pass's entries in the plan's metrics."""
         return {
             "similarity": rounded(np.triu(self.similarity)),
             "importance": rounded(self.importance),
@@ -146,10 +138,7 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 
 
 def attention_mass(notes: Sequence[RecallState]) -> np.ndarray:
-    """Return the attention mass of each layer and KV head, [2,L,K]: on the keys that the policy reads, and on all.
-
-    The masses are summed over a recorder's chunks.
-    """
+    """Sum over a recorder's chunks the mass on the keys that the policy reads, and on all, [2,L,K]."""
     return np.sum([(own.held, own.total) for own in notes], axis=0, dtype=np.float64)
 
 

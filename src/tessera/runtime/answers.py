@@ -20,7 +20,6 @@ class Generation:
             temperature and filters.
         finish_reason: "stop" (end-of-sequence token or stop string), "length" (max_new_tokens or the model's context
             is used up) or "interrupted" (Ctrl-C).
-        prompt_tokens: tokens of the prompt.
         ttft_s: seconds from the request to its first token, waiting and compilation included; nan without a token.
         decode_tokens_per_s: decode rate after the first token; nan for fewer than two tokens.
         density: key positions read / key positions visible, each summed over layers, heads, prompt rows and decode
@@ -47,7 +46,7 @@ class Generation:
     def usage(self) -> str:
         """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
 
-        Say so if the answer read all keys although the prompt did not: a plan may prefill sparse and decode dense.
+        A plan may prefill sparse and decode dense; the text then says so.
         """
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
         answer = ", all by the answer" if self.decode_keys and self.decode_density == 1.0 > self.density else ""
@@ -57,10 +56,8 @@ class Generation:
 class StopSearch:
     """Search for a stop string in a growing text, in constant time per character on average.
 
-    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6 (1977).
-
-    Attributes:
-        matched: length of the longest start of the stop string with which the text ends.
+    `matched` is the length of the longest start of the stop string with which the text ends. Source: Knuth, Morris and
+    Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6 (1977).
     """
 
     def __init__(self, stop: str):
@@ -94,9 +91,7 @@ class Answer:
     """An answer that grows token by token; `generation` returns the result.
 
     Args:
-        prompt_tokens: number of the prompt's tokens.
         limit: maximum number of new tokens.
-        eos_ids: end-of-sequence tokens, each of which ends the answer.
         stop: texts that end the answer; it is cut before the first one that appears.
         tokenizer: None for an answer without text.
         shown: ids of special tokens whose names stay in the text.
@@ -136,7 +131,6 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     def push(self, token: int, logprob: float, time_s: float) -> str:
@@ -169,10 +163,7 @@ class Answer:
         return self._hand_out(len(self._text))
 
     def generation(self, started_s: float) -> Generation:
-        """Return the answer with its statistics.
-
-        `started_s` is the time when the request started, on the same clock as `time_s` of `push`.
-        """
+        """Return the answer with its statistics; `started_s` is on the same clock as `time_s` of `push`."""
         count = len(self.tokens)
         spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
         read, visible = float(self._read_L.sum()), float(self._visible_L.sum())

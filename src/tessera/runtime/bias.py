@@ -35,7 +35,7 @@ def bias_of(sequences: abc.Sequence[Sequence | None], shape: tuple[int, int]) ->
 
 
 def own_bias(sequence: Sequence, vocab_size: int) -> Float[np.ndarray, "V"]:
-    """Return the bias of the next token by the request's `bias`, `allowed` and `min_tokens`, without its guide."""
+    """Return the bias of the next token without the request's guide."""
     request = sequence.request
     bias = np.zeros(vocab_size, np.float32)
     for token, value in request.bias.items():
@@ -50,12 +50,9 @@ def own_bias(sequence: Sequence, vocab_size: int) -> Float[np.ndarray, "V"]:
 
 
 def guided_bias(sequence: Sequence) -> Float[np.ndarray, "V"]:
-    """Return the bias of the next token by the request and its guide.
+    """Return the bias of the next token by the request and its guide; raise ValueError if no token is left.
 
     A guide that allows an end-of-sequence token and no other token that the request allows ends the answer.
-
-    Raises:
-        ValueError: no token is left, or the guide raises it.
     """
     allowed = sequence.guide.allowed()
     bias = own_bias(sequence, len(allowed))

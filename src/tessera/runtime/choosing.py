@@ -68,8 +68,7 @@ def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
 def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Sequence]]:
     """Wait for one step and add its tokens to the answers of its requests.
 
-    Returns:
-        the new events, and the requests that failed because their logits are not finite.
+    Return the new events, and the requests that failed because their logits are not finite.
     """
     tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
     ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
@@ -109,14 +108,12 @@ def _end(sequence: Sequence) -> End:
 
 
 def count_reads(sequence: Sequence, reads: abc.Sequence[Reads], row: int) -> None:
-    """Add the key counts of one row, from one or more calls, to the request's answer."""
     if reads:
         read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
         sequence.answer.count(read_L, visible_L)
 
 
 def fail(sequence: Sequence, error: Exception) -> Failure:
-    """Mark a request as dropped and return its Failure event."""
     sequence.dropped = True
     return Failure(sequence.id, error)
 

@@ -38,7 +38,6 @@ class CheckedCache(LRUCache):
     """
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry; None if it is missing or damaged."""
         stored = super().get(key)
         if stored is None:
             return None
@@ -66,15 +65,13 @@ def _checksum(value: bytes) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for compiled programs."""
     return user_cache() / "compiled"
 
 
 def enable_cache() -> Path | None:
-    """Keep compiled programs across processes; a folder already set in JAX's config takes precedence.
+    """Keep compiled programs across processes, in the returned folder; None (and a warning) if it is not writable.
 
-    Returns:
-        the folder in use; None if it is not writable (logs a warning; every process then recompiles).
+    A folder already set in JAX's config takes precedence.
     """
     chosen = jax.config.jax_compilation_cache_dir
     if chosen:
@@ -134,8 +131,8 @@ def capacity_buckets(num_keys: int) -> Iterator[int]:
 def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
     """Return the lengths of prefill chunks, descending, of at most `chunk` rows.
 
-    Each length is a multiple of CHUNK_UNIT and of the query tile, so that no cut splits a tile. If the least common
-    multiple is longer than `chunk`, it is the only length.
+    Each is a multiple of CHUNK_UNIT and of the query tile, so that no cut splits a tile. If the least common multiple
+    is longer than `chunk`, it is the only length.
     """
     unit = lcm(CHUNK_UNIT, query_tile)
     sizes = [unit]

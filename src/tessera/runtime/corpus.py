@@ -22,13 +22,7 @@ tiles must see more than NUM_KEYS keys."""
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Token windows for calibration.
-
-    Attributes:
-        windows: windows from which a plan is made, each an array of token ids.
-        held_out: windows on which the plan is judged.
-        source: the text's file or folder name, or the number of texts.
-    """
+    """Token windows for calibration: those that make a plan, those on which it is judged, and the text's name."""
 
     windows: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
@@ -36,7 +30,6 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Hash of the tokens of all windows."""
         digest = hashlib.sha256()
         for window in (*self.windows, *self.held_out):
             digest.update(len(window).to_bytes(8, "little") + window.astype("<i4").tobytes())
@@ -44,14 +37,11 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens in all windows."""
         return sum(len(window) for window in (*self.windows, *self.held_out))
 
 
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
     """Take evenly spread windows from texts and hold out the last quarter of them.
-
-    No window is longer than MAX_WINDOW tokens or the model's context.
 
     Args:
         model: model with `config` and `tokenizer`.
@@ -59,10 +49,6 @@ def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[i
             of separate texts or token lists.
         max_tokens: maximum number of tokens in all windows together. At least two windows are taken, even if they have
             more tokens.
-
-    Raises:
-        FileNotFoundError: the file or folder does not exist.
-        ValueError: the texts are empty or too short, a token list is not valid, or the model has no tokenizer for them.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):

@@ -23,12 +23,7 @@ class LinearCosts:
 
         seconds = base + row * positions + pair * pairs + answer * decoding rows + key * keys of the decoding rows
 
-    Attributes:
-        base: seconds per step.
-        row: seconds per prefilled position.
-        pair: seconds per pair of a prefilled position and a key at or before it.
-        answer: seconds per decoding row.
-        key: seconds per key of a decoding row.
+    A pair is a prefilled position and a key at or before it.
     """
 
     base: float
@@ -38,19 +33,12 @@ class LinearCosts:
     key: float
 
     def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Return the predicted seconds of a step; see `Costs.step_s`."""
         rows, pairs, answers, keys = _amounts(prefill, decode)
         return self.base + self.row * rows + self.pair * pairs + self.answer * answers + self.key * keys
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[Sequence[tuple[int, int]], Sequence[int], float]]) -> Self:
-        """Fit the coefficients to measured steps (prefill, decode, seconds).
-
-        The fit minimises the sum of the squared relative errors; no coefficient is negative.
-
-        Raises:
-            ValueError: there is no sample, or a sample's seconds are not positive.
-        """
+        """Fit the coefficients to measured steps: minimise the squared relative errors, with no coefficient below 0."""
         import numpy as np
         from scipy.optimize import nnls
 

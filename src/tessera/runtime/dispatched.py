@@ -23,7 +23,6 @@ class Due(NamedTuple):
 
     Attributes:
         step: the step at whose end the host waits for it, if the device runs ahead of the host.
-        found: tokens of a decode step or of a prompt that has ended, or an array of a prefill.
         began_s: time just before the dispatch.
         prefill, decode: what the program computes, as in `Costs.step_s`; both are empty if that is negligible.
     """
@@ -36,16 +35,13 @@ class Due(NamedTuple):
 
     @property
     def array(self) -> jax.Array:
-        """An array that the device has computed when the program ends."""
         return self.found.choice.token if isinstance(self.found, Pending) else self.found
 
     @property
     def ready(self) -> bool:
-        """Whether the program has ended."""
         return self.array.is_ready()
 
     def wait(self) -> None:
-        """Wait until the program has ended."""
         self.array.block_until_ready()
 
 
@@ -58,11 +54,7 @@ class Observe(Protocol):
 
 
 class Dispatched:
-    """A queue of results, in the order of dispatch.
-
-    Args:
-        observe: called with each program's work and seconds.
-    """
+    """A queue of results, in the order of dispatch; `observe` gets each program's work and seconds."""
 
     def __init__(self, observe: Observe):
         self._observe = observe
@@ -76,15 +68,12 @@ class Dispatched:
 
     @property
     def next(self) -> Due | None:
-        """The oldest result; None if there is none."""
         return self._queue[0] if self._queue else None
 
     def add(self, due: Due) -> None:
-        """Append the result of the newest program."""
         self._queue.append(due)
 
     def take(self) -> Due:
-        """Wait for the oldest result, and remove and return it."""
         due = self._queue.popleft()
         over = due.ready
         due.wait()

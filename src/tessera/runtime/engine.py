@@ -6,10 +6,10 @@
         for event in engine.step():
             ...
 
-An engine has one lane (`lane.py`), which runs all requests over one pool of keys. The pool's layout is contiguous, with
-one row per request, or paged. In both, a token's policy depends only on its position: prefill runs the tokens below the
-plan's cross-over (`Plan.crossover_tokens`) dense and the others under the plan, and decode has a cross-over of its own.
-An engine is not thread-safe.
+An engine has one lane (`lane.py`), which runs all requests over one pool of keys. In both layouts of the pool, a
+token's policy depends only on its position: prefill runs the tokens below the plan's cross-over
+(`Plan.crossover_tokens`) dense and the others under the plan, and decode has a cross-over of its own. An engine is not
+thread-safe.
 """
 
 import logging
@@ -53,22 +53,17 @@ class Engine:
     concerns a single request; it returns a `Failure` event.
 
     Args:
-        params, config, policy: the model's weights, config and attention policy.
         tokenizer: the model's tokenizer; with None, answers have tokens and no text.
-        slots: how many requests run at the same time. None means as many as wait when the lane opens, in the first
-            step.
+        slots: how many requests run at the same time; None means as many as wait in the first step.
         num_keys: minimum number of keys to allocate per row. The pool grows for a request that needs more, and JAX then
             compiles new programs.
-        sizes: lengths of prefill chunks, descending multiples of the policy's query tile. None uses the result of
-            `compilation.chunk_sizes`, usually 1,024, 256 and 64.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None uses
+            `compilation.chunk_sizes`.
         lag: number of decode steps that the device runs ahead of the host. None means LAG on accelerators and 0 on a
             CPU, where a step past the end of an answer takes as much time as any other step.
         kv_dtype: dtype of cached keys and values: "int8", or None for the dtype of the weights.
         paging: sizes of a pool that keeps keys in pages, or None for one row per request. With pages, prompts with a
             common prefix share keys, `num_keys` is the maximum number of keys per request, and `slots` is required.
-
-    Raises:
-        ValueError: `slots` is below 1, or None although there is `paging`.
     """
 
     def __init__(
@@ -100,12 +95,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
         return any(sequence.open for sequence in self._open.values())
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are waiting for a slot."""
         waiting = (*self._waiting, *(() if self.lane is None else self.lane.waiting))
         return sum(sequence.open for sequence in waiting)
 
@@ -129,14 +122,11 @@ class Engine:
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
 
-        Args:
-            request: the request, which runs from the first step in which a slot is free for it.
-            started_s: value of time.perf_counter() from which the time to first token is measured; None means now.
+        Time to first token is measured from `started_s`, a value of time.perf_counter(); None means now.
 
         Raises:
-            ValueError: the prompt is empty or longer than the context, a token of the prompt, of `bias` or of `allowed`
-                is outside the vocabulary, these and `min_tokens` leave no token, the request has `stop` texts but the
-                engine has no tokenizer, or the request's guide raises ValueError.
+            ValueError: the request does not fit the model (prompt, tokens, `stop` without a tokenizer), leaves no token
+                to choose, or its guide raises it.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
@@ -231,7 +221,7 @@ class Engine:
         The prefix is cut to a multiple of `Paging.unit` tokens. Return the number of tokens whose keys are kept.
 
         Raises:
-            ValueError: the engine has no pages, or the prefix is empty, too long or has a wrong token.
+            ValueError: the engine has no pages, or the prefix is not a valid prompt.
             MemoryError: the pool is too small.
         """
         if self.paging is None:
@@ -242,22 +232,16 @@ class Engine:
         return self.lane.pin(tokens, tenant)
 
     def close(self) -> None:
-        """Write the prefix cache to disk, if the engine has a folder for it (`Paging.spill`)."""
         if self.lane is not None:
             self.lane.close()
 
     def warm(self, samplings: abc.Iterable[Sampling] = (Sampling(),), *, extras: bool = False) -> int:
         """Compile every program that requests of up to `num_keys` keys use; return the number of programs.
 
-        Each program runs once, on empty rows.
-
         Args:
-            samplings: sampling parameters that later requests will have. Programs are compiled for all mixtures of
-                them in one batch, but values that need the same optional steps (`Sampling.method`) share a program.
+            samplings: sampling parameters of later requests. Programs are compiled for all mixtures of them in one
+                batch, but values that need the same optional steps (`Sampling.method`) share a program.
             extras: also compile the programs for requests with `bias`, `guide`, `top_logprobs` or `prompt_logprobs`.
-
-        Raises:
-            ValueError: a request is unfinished.
         """
         if self.busy:
             raise ValueError("some requests are unfinished: call warm before submit, or after all requests have ended")
@@ -293,11 +277,7 @@ class Engine:
         return failures
 
     def _make_lane(self, slots: int, num_keys: int, num_tokens: int) -> Lane:
-        """Make a lane for `slots` requests of at most `num_keys` keys, with prompts of at most `num_tokens` tokens.
-
-        Raises:
-            MemoryError: the keys do not fit in memory.
-        """
+        """Make a lane for requests of at most `num_keys` keys; raise MemoryError if the keys do not fit in memory."""
         model = self.params, self.config, self.policy
         if self.paging is not None:
             pool = PagePool(*model, context=self.num_keys, paging=self.paging, kv_dtype=self.kv_dtype)

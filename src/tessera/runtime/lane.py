@@ -1,7 +1,7 @@
 """Run the requests of an engine in one pool. Prompts with a common prefix reuse the keys of that prefix.
 
-The scheduler decides which request gets a slot, which prompt is prefilled next and which request gives way: when slots
-or pages run out, a request may have to give up its slot and pages, and wait again. This module ensures two things:
+When slots or pages run out, a request may have to give up its slot and pages, and wait again. This module ensures two
+things:
 
 - The prefix cache contains only keys that a prefill wrote, and only whole units (`Pool.unit` positions). The keys of
   a partial unit are not shared, because they depend on the tokens that are in the same query tile. Under a sparse
@@ -49,17 +49,7 @@ NO_ROOM = "the pool, without its pinned pages, is too small"
 
 
 class Lane:
-    """All requests of an engine, with their keys in one pool.
-
-    Args:
-        pool: the pool, empty at first.
-        prefix: the pool's prefix cache, which finds the keys of prompts by hash.
-        slots: how many requests can run at the same time.
-        lag: number of steps that the device runs ahead of the host.
-
-    Attributes:
-        preempted: number of times that a request has given way so far.
-    """
+    """All requests of an engine, with their keys in one pool. The device runs `lag` steps ahead of the host."""
 
     def __init__(self, pool: Pool, prefix: StoredPrefix | RowPrefix, *, slots: int, lag: int):
         self.pool, self.lag, self.prefix = pool, lag, prefix
@@ -76,7 +66,6 @@ class Lane:
         self._last = LastTokens(slots, pool.config.vocab_size, pool.mesh)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a new sequence wait for a slot."""
         sequence.hashes = self.prefix.hashes(sequence.request.prompt, sequence.tenant)
         sequence.goal = sequence.prompt_tokens
         self._known[sequence.id] = sequence
@@ -118,23 +107,16 @@ class Lane:
         return events
 
     def pin(self, tokens: abc.Sequence[int], tenant: str) -> int:
-        """Pin the pages of a prompt that has just been computed, cut to whole units.
-
-        Return the number of pinned positions.
-        """
+        """Pin the pages of a prompt that has just been computed, cut to whole units; return the number of positions."""
         hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.prefix.block
 
     def close(self) -> None:
-        """Write the prefix cache to disk, if it has a folder (`Paging.spill`)."""
         self.prefix.close()
 
     def warm(self, methods: abc.Iterable[Method], *, extras: bool) -> int:
-        """Run every program of the empty lane once, and measure the scheduler's costs; return the number of programs.
-
-        With `extras`, include the programs that score prompts.
-        """
+        """Run every program of the empty lane once (`extras`: those that score prompts, too), and measure the costs."""
         methods, count = tuple(methods), self.pool.warm(scores=extras)
         self.prefix.warmed()
         if self.pool.order == "edf":
@@ -157,7 +139,6 @@ class Lane:
         return [sequence for sequence in self.slots if sequence is not None]
 
     def _release(self) -> None:
-        """Free the slots and pages of requests that have ended."""
         for index, sequence in enumerate(self.slots):
             if sequence is not None and not sequence.open:
                 self.slots[index] = None
@@ -165,10 +146,7 @@ class Lane:
             self.prefix.release(self._known.pop(id).pages)
 
     def _admit(self) -> None:
-        """Give slots to waiting requests in the scheduler's order, as long as the pool has pages for them.
-
-        Running requests may have to give way.
-        """
+        """Give slots to waiting requests in the scheduler's order, as long as the pool has pages or others give way."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.open)
         if not self.waiting:
             return
@@ -246,7 +224,6 @@ class Lane:
             self.scheduler.served(sequence, 1)
 
     def _prefill(self) -> None:
-        """Prefill as many prompt tokens as the scheduler allows in this step."""
         running = [sequence for sequence in self._running if sequence.open]
         prefill = [sequence for sequence in running if sequence.prefilling]
         if not prefill:
@@ -340,10 +317,7 @@ class Lane:
         return True
 
     def _give_way(self, sequence: Sequence) -> None:
-        """Take the slot and the pages away from a request, which then waits again.
-
-        If the request has begun to answer, copy its unshared pages to the host.
-        """
+        """Take the slot and the pages away from a request, which waits again; copy an answer's unshared pages first."""
         self._drain(self._step + self.lag + 1)
         if sequence.open:
             self.preempted += 1
@@ -371,12 +345,10 @@ class Lane:
         self._sent.add(due)
 
     def _drain(self, step: int) -> None:
-        """Take all results that are due at a step or before."""
         while (due := self._sent.next) is not None and due.step <= step:
             self._take()
 
     def _take(self) -> None:
-        """Wait for the oldest result; if it has tokens, add them to their answers."""
         found = self._sent.take().found
         if not isinstance(found, Pending):
             return

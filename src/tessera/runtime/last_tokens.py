@@ -15,14 +15,7 @@ from tessera.runtime.sampling import Choice, Method
 class LastTokens:
     """Arrays that the next decode step takes from the steps before it.
 
-    Args:
-        rows: number of rows.
-        vocab_size: tokens in the vocabulary.
-        mesh: mesh of the model's weights.
-
-    Attributes:
-        token: last token of every row.
-        counts: `token_counts` of every row, [rows,V]; None until a request with a penalty needs it.
+    `counts` [rows,V] is None until a request with a penalty needs it.
     """
 
     def __init__(self, rows: int, vocab_size: int, mesh: Mesh | None):
@@ -31,7 +24,6 @@ class LastTokens:
         self.counts: Array | None = None
 
     def place(self, row: int, token: Int32[Array, "1"], counts: Int32[Array, "1 V"] | None) -> None:
-        """Replace one row."""
         self.token = set_row(self.token, token, np.int32(row))
         if counts is not None:
             if self.counts is None:
@@ -41,10 +33,7 @@ class LastTokens:
     def take(
         self, rows: Int32[np.ndarray, "B"], *, counts: bool
     ) -> tuple[Int32[Array, "B"], Int32[Array, "B V"] | None]:
-        """Return the last tokens of `rows`, and the rows' token counts, which are None if `counts` is false.
-
-        An index past the last row is padding.
-        """
+        """Return the last tokens of `rows`, and their token counts if asked. An index past the last row is padding."""
         return take_rows(self.token, rows), take_rows(self.counts, rows) if counts else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
@@ -54,7 +43,7 @@ class LastTokens:
             self.counts = set_rows(self.counts, choice.counts, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once; return the number of programs. `take` and `update` run for each size in `batches`."""
+        """Run every program once, for each batch in `batches`; return the number of programs."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):

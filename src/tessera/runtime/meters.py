@@ -40,10 +40,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Shares of the peak rates that an answer used; None where the peak or the time is unknown.
-
-    The time of a prefill includes compilation.
-    """
+    """Shares of the peak rates that an answer used (a prefill's time includes compilation); None where unknown."""
 
     prefill_mfu: float | None = None
     decode_mfu: float | None = None
@@ -80,10 +77,7 @@ def matrix_elements(config: ModelConfig) -> int:
 
 
 def attention_flops(config: ModelConfig, keys: float) -> float:
-    """Return the flops of attention over `keys` positions, counted per KV head.
-
-    Each position takes 4 H flops in each of the query heads that share it: 2 H for q.k, 2 H for p v.
-    """
+    """Return the flops of attention over `keys` positions per KV head: 4 H in each query head that shares them."""
     return 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads) * keys
 
 
@@ -102,36 +96,21 @@ def decode_bytes(
 ) -> float:
     """Return the bytes that `tokens` decoded tokens read: all weights per token, and `keys` positions of the cache.
 
-    Args:
-        config: the model's config.
-        tokens: number of decoded tokens.
-        keys: number of positions read, summed over layers, KV heads and tokens.
-        weights: bytes of weights that one step reads (`weight_bytes`).
-        itemsize: bytes of one element of the cache.
-        scaled: whether the cache is int8, with a bfloat16 scale per key and per value.
+    `weights` is from `weight_bytes`. With `scaled`, the cache is int8, with a bfloat16 scale per key and value.
     """
     return weights * tokens + keys * 2.0 * (config.head_dim * itemsize + (2 if scaled else 0))
 
 
 def weight_bytes(params: Params) -> int:
-    """Return the bytes of the weights that a decode step reads.
-
-    An untied embedding does not count, because a step reads only one row of it per sequence.
-    """
+    """Return the bytes of the weights that a decode step reads: of an untied embedding, only one row per sequence."""
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
     return sum(num_bytes(leaf) for tree in read for leaf in jax.tree.leaves(tree))
 
 
 def use(answer: Generation, config: ModelConfig, params: Params, kv_dtype: str | None, peaks: Peaks | None) -> Use:
-    """Compute the shares of the peak rates that one answer used.
+    """Compute the shares of the peak rates that one answer used, to a prompt of which no keys were reused.
 
     If several answers are decoded together, each of them is charged for reading all weights.
-
-    Args:
-        answer: the answer to a prompt of which no keys were reused from a cache.
-        config, params: the model's config and weights.
-        kv_dtype: "int8", or None for the weights' dtype.
-        peaks: rates to divide by; None if they are unknown.
     """
     if peaks is None:
         return Use()

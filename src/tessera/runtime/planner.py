@@ -40,7 +40,6 @@ class Pair:
         why_not: why the pair does not fit: `refused`, or what takes too much memory; empty if it fits.
         longest: longest context, in tokens, that fits at the question's batch; 0 if none does.
         largest: largest batch that fits at the question's length; 0 if none does.
-        dense, kascade: predicted times under dense and under Kascade attention.
     """
 
     weights: str
@@ -58,12 +57,9 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Result of `plan`.
+    """Result of `plan`: every pair of types in order of preference, and the index of the first that fits.
 
-    Attributes:
-        pairs: every pair of weight and cache types, in order of preference.
-        first: index of the first pair that fits; None if none does.
-        sharing: sizes that decide how devices share a prefill chunk; None if the heads are not split over devices.
+    `sharing` decides how devices share a prefill chunk; None if the heads are not split over devices.
     """
 
     question: Question
@@ -74,7 +70,6 @@ class Answer:
 
     @property
     def choice(self) -> Pair | None:
-        """First pair that fits; None if none does."""
         return None if self.first is None else self.pairs[self.first]
 
     def json(self) -> dict[str, Any]:
@@ -100,12 +95,8 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Source | No
     """Predict memory and times for every pair of weight and cache types.
 
     Args:
-        question: the model, the devices and the requests.
         weights: names from WEIGHTS to compare; if empty, all of them, but "gguf" only for a GGUF file.
         source: the model's files, or None. Those of a GGUF file say which types weights="gguf" keeps.
-
-    Raises:
-        ValueError: a name is unknown, or `weights` has "gguf" but `source` is not a GGUF file.
     """
     if unknown := [name for name in weights if name not in WEIGHTS]:
         raise ValueError(f"weights={unknown[0]!r} must be one of {', '.join(WEIGHTS)}")
@@ -136,10 +127,7 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Source | No
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
-    """Return the larger of two footprints, that of a prefill chunk and that of a decode step.
-
-    `changes` replace fields of `question`.
-    """
+    """Return the larger footprint of a prefill chunk and of a decode step; `changes` replace fields of `question`."""
     q = replace(question, **changes)
     keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
     loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
@@ -147,15 +135,11 @@ def peak(question: Question, types: Types, **changes: int) -> Footprint:
 
 
 def fits(found: Footprint, usable_bytes: float) -> bool:
-    """Return whether a program of this footprint fits into `usable_bytes` with the margin SLACK."""
     return found.total * (1 + SLACK) <= usable_bytes
 
 
 def _pair(q: Question, types: Types, refused: str) -> Pair:
-    """Predict memory and times for one pair of types.
-
-    `refused` says why the devices cannot share the model in these types; it is empty if they can.
-    """
+    """Predict for one pair of types; `refused` says why the devices cannot share the model in them, if they cannot."""
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
     if types.cache == "int8" and q.division.context > 1:
@@ -184,10 +168,7 @@ def _why_not(found: Footprint, usable: float) -> str:
 
 
 def _most(good: Callable[[int], bool]) -> int:
-    """Return the largest size up to MAX_SIZE for which `good` is true, or 0 if there is none.
-
-    If `good` is true for a size, it must be true for all smaller sizes.
-    """
+    """Return the largest size up to MAX_SIZE for which `good` is true; it must then be true for all smaller ones."""
     low, high = 0, MAX_SIZE
     while low < high:
         middle = (low + high + 1) // 2

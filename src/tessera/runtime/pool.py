@@ -1,13 +1,12 @@
 """The pool that holds the keys and values of many sequences, and the programs that fill and read it.
 
-One kind of program prefills the next tokens of one sequence; the other kind decodes one token for each of a few
-sequences. A pool has one of two layouts. Here, sequences have pages anywhere in the pool, and programs take the
-sequences' page numbers as an argument: the same program runs wherever the pages of a sequence are, and however many
-other sequences are in the pool. In `row_pool.RowPool`, each sequence has one contiguous row.
+One kind of program prefills the next tokens of one sequence; the other decodes one token for each of a few sequences.
+A pool has one of two layouts. Here, sequences have pages anywhere in the pool, and programs take the page numbers as an
+argument, so the same program runs wherever they are. In `row_pool.RowPool`, each sequence has one contiguous row.
 
-The policy of a token depends only on its position and on whether prefill or decode runs it (`Policy.at_position`,
-`Policy.decode_at`). The keys in a page therefore depend only on the model, the policy and the tokens up to the end of
-the page, and sequences that begin alike can share pages.
+The policy of a token depends only on its position and on whether prefill or decode runs it. The keys in a page
+therefore depend only on the model, the policy and the tokens up to the end of the page, and sequences that begin alike
+can share pages.
 """
 
 import time
@@ -49,9 +48,6 @@ class Paging:
         batches: numbers of sequences of the decode programs, ascending.
         spill: folder that stores pages that the prefix cache evicts (`spill.Spill`); None drops these pages.
         spill_bytes: maximum size of the folder in bytes.
-
-    Raises:
-        ValueError: a value breaks one of these rules.
     """
 
     num_pages: int
@@ -82,10 +78,7 @@ class Pool(ABC):
     """Keys and values of many sequences on the device; subclasses lay them out.
 
     Attributes:
-        unit: prefills start at multiples of `unit` positions.
-        sizes: numbers of rows of the prefill programs: descending multiples of `unit`, of which the last is `unit`.
-        batches: numbers of sequences of the decode programs, ascending.
-        page: positions per page.
+        unit, sizes, batches, page: as in `Paging`.
         width: maximum pages of a sequence.
         order: order in which a lane over this pool prefills requests (`Scheduler`).
         stripe: positions per stripe, if devices share every sequence's keys (`attention.context`); else None.
@@ -105,15 +98,12 @@ class Pool(ABC):
 
     @property
     def context(self) -> int:
-        """Maximum number of positions of a sequence."""
         return self.width * self.page
 
     def policy_at(self, position: int) -> Policy:
-        """Return the policy under which prefill runs the token at a position."""
         return self.policy.at_position(position, self.unit)
 
     def decode_policy_at(self, position: int) -> Policy:
-        """Return the policy under which decode runs the token at a position."""
         return self.policy.decode_at(position, self.unit)
 
     def boundary(self, position: int, end: int) -> int:
@@ -124,21 +114,15 @@ class Pool(ABC):
 
     @abstractmethod
     def size_for(self, start: int, left: int, room: int) -> int:
-        """Return the number of rows of the program that prefills next.
+        """Return the number of rows of the program that prefills next, from position `start` on.
 
-        Args:
-            start: position of the first row.
-            left: number of tokens up to the end of the prompt or the next boundary.
-            room: maximum number of rows, unless the smallest program has more.
+        `left` tokens remain up to the end of the prompt or the next boundary. The result is at most `room`, unless the
+        smallest program has more rows.
         """
 
     @abstractmethod
     def require(self, num_keys: int, num_tokens: int) -> None:
-        """Make sure that a request of `num_keys` keys and a prompt of `num_tokens` tokens fits into the empty pool.
-
-        Raises:
-            MemoryError: it does not.
-        """
+        """Raise MemoryError unless `num_keys` keys and a prompt of `num_tokens` tokens fit into the empty pool."""
 
     @abstractmethod
     def prefill(
@@ -164,8 +148,7 @@ class Pool(ABC):
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
         """Feed one token to each of `len(pages)` sequences; return next-token logits and key counts.
 
-        `position` has the tokens' positions. The tokens are in `token_B` at the sequences' `seats`; the rest of the
-        batch is padding.
+        The tokens are in `token_B` at the sequences' `seats`; the rest of the batch is padding.
         """
 
     @abstractmethod
@@ -177,11 +160,9 @@ class Pool(ABC):
         """Overwrite pages with the copies that `save` returned, in the same order."""
 
     def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
-        """Compute next-token logits from the hidden state of the last token of a prefill."""
         return read_head(self.params, last)
 
     def score(self, rows: Rows, next_T: Int32[np.ndarray, "rows"]) -> RowScores:
-        """Score the tokens `next_T`, each of which follows one row of a prefill; see `RowScores`."""
         return score_prompt_rows(self.params, rows.hidden, next_T)
 
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
@@ -191,7 +172,6 @@ class Pool(ABC):
         return [(prefill, []) for prefill in prefills] + [([], decode) for decode in decodes]
 
     def time(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
-        """Run a step without sequences and return its seconds; the arguments are as in `Costs.step_s`."""
         began_s = time.perf_counter()
         for start, size in prefill:
             self.prefill([0] * size, start, [], size)
@@ -203,10 +183,7 @@ class Pool(ABC):
         return time.perf_counter() - began_s
 
     def warm(self, *, scores: bool = True) -> int:
-        """Run every program once, without sequences; return the number of programs.
-
-        With `scores`, include the programs that score prompts.
-        """
+        """Run every program once, without sequences, and those that score prompts if asked; return their number."""
         count = 0
         for policy, start in self._each_policy(self.policy_at):
             for size in self.sizes:
@@ -236,17 +213,7 @@ class Pool(ABC):
 
 
 class PagePool(Pool):
-    """Keys and values in pages.
-
-    Args:
-        params, config, policy: the model's weights, config and attention policy.
-        context: maximum number of positions of a sequence.
-        paging: sizes of the pool and of its programs.
-        kv_dtype: dtype of keys and values: "int8", or None for the dtype of the weights.
-
-    Raises:
-        ValueError: `paging` does not fit the policy, or the mesh splits sequences over devices.
-    """
+    """Keys and values in pages, for sequences of at most `context` positions."""
 
     order = "edf"
 
@@ -280,7 +247,6 @@ class PagePool(Pool):
         )
 
     def salt(self) -> bytes:
-        """Return a digest of everything except tokens on which the contents of a page depend."""
         return salt(
             weights=fingerprint(self.params, self.config),
             plan=repr(self.policy),

@@ -10,13 +10,11 @@ The life of a request is:
 
     hashes -> match -> allocate the rest -> prefill -> publish each full page -> decode -> `Pages.release`
 
-Only pages that prefill wrote in full may be published. Under a sparse policy, decode writes different keys from
-prefill, because decode selects key tiles for each token and prefill for each query tile (the keys differed by 12 to
-54 % of their maximum).
+Only pages that prefill wrote in full may be published: under a sparse policy, decode selects key tiles for each token
+and prefill for each query tile, so decode writes different keys (by 12 to 54 % of their maximum).
 
-Pages without a user stay cached, and the page that has been unused for longest is evicted first. But a page is evicted
-only after all published pages that continue it: `match` follows the chain of hashes from its start, and could not reach
-them without this page.
+Pages without a user stay cached. The page that has been unused for longest is evicted first, but only after all
+published pages that continue it, which `match` could not reach without it.
 """
 
 import hashlib
@@ -50,15 +48,11 @@ def salt(
 
     Args:
         weights: fingerprint of the weights, in the form in which they are multiplied (quantised or not).
-        plan: text that identifies the plan or policy; None if attention is dense at every position.
-        dtype: dtype of the cache.
+        plan: text that identifies the policy; None if attention is dense at every position.
         unit: prefills start at multiples of `unit` positions.
         crossover: first position that runs under the plan.
-        kernels: name and config of the kernel in each prefill role, for example {"sparse": "xla.sparse block=64"}.
+        kernels: whatever decides which kernel, with which config, prefills.
         code: version of the code that computes pages, such as `core.files.sources` and JAX's version.
-
-    Raises:
-        ValueError: an argument is empty, or None (except `plan`).
     """
     parts = {"weights": weights, "plan": plan, "dtype": dtype, "unit": unit, "crossover": crossover, "code": code}
     parts["kernels"] = dict(kernels)
@@ -83,14 +77,8 @@ class Prefix:
     """Published pages by hash. Only this class may seal and evict pages of its pool.
 
     Args:
-        pages: the pool.
-        salt: result of `salt`.
         on_evict: called with (hash, page) just before a page is evicted, which is the last chance to copy its contents.
             A page is evicted after the pages that continue it.
-
-    Attributes:
-        query_tokens: number of tokens in the pages that `match` was asked for so far.
-        hit_tokens: number of tokens in the pages that `match` found so far.
     """
 
     def __init__(self, pages: Pages, salt: bytes, on_evict: Callable[[bytes, int], None] | None = None):
@@ -132,11 +120,7 @@ class Prefix:
         return [(name, held.page) for name, held in self._held.items()]
 
     def hashes(self, tokens: Sequence[int] | np.ndarray, tenant: str = "") -> list[bytes]:
-        """Return the hash of each full page of a sequence. Different tenants never share a page.
-
-        Raises:
-            ValueError: the tokens are not a list of integers from 0 to 2**32 - 1.
-        """
+        """Return the hash of each full page of a sequence. Different tenants never share a page."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < 0)):
             raise ValueError(f"tokens must be a flat list of ids, got shape {tokens.shape} of {tokens.dtype}")
@@ -170,7 +154,6 @@ class Prefix:
         return len(matched) * self.pages.page
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove one user from each page; see `Pages.release`."""
         self.pages.release(pages)
 
     def publish(self, hash: bytes, parent: bytes | None, page: int) -> int:
@@ -179,14 +162,6 @@ class Prefix:
         If another page is already published under this hash, the caller becomes a user of that page, and `page` is
         released. If the parent is not published, or a withdrawn page of this hash is still in use, `page` stays
         private, because it may have been computed from bad keys.
-
-        Args:
-            hash: hash of the page.
-            parent: hash of the page before it in the sequence; None for the first page.
-            page: a page that only the caller uses.
-
-        Raises:
-            ValueError: the page is shared, sealed under another hash or not in use.
         """
         held = self._held.get(hash)
         if held and held.page == page:
@@ -235,8 +210,7 @@ class Prefix:
         """Withdraw pages whose contents are bad (NaN) and all pages that continue them; return the withdrawn hashes.
 
         A withdrawn page is never matched again. Sequences that use it keep it until they release it. Until then, no
-        page is published under its hash, so nothing that these sequences compute from it enters the cache. Pages that
-        were never published are skipped.
+        page is published under its hash, so nothing that they compute from it enters the cache.
         """
         withdrawn = []
         for page in pages:
@@ -259,11 +233,7 @@ class Prefix:
                 self.pages.share([self._held[name].page])
 
     def unpin(self, hashes: Sequence[bytes]) -> None:
-        """Undo one `pin` of each hash.
-
-        Raises:
-            ValueError: a hash is not pinned; nothing is unpinned.
-        """
+        """Undo one `pin` of each hash; if one is not pinned, raise ValueError and unpin none."""
         for index, name in enumerate(hashes):
             if not self._pins[name]:
                 raise ValueError(f"cannot unpin page {index} of {len(hashes)}: it is not pinned")
@@ -275,10 +245,10 @@ class Prefix:
     def _victims(self, count: int) -> list[int]:
         """List up to `count` cached pages in the order of eviction.
 
-        A page's children are the published pages that continue it. The next page to evict is always the page that has
-        been unused for longest, of those whose children are all evicted before it. One walk over the cached pages, in
-        order of their release, finds them. It passes a page that still has children, and takes this page as soon as its
-        last child is taken, because all other passed pages still have children then.
+        The next page to evict is always the one that has been unused for longest, of those whose children (the
+        published pages that continue it) are all evicted before. One walk over the cached pages, in order of their
+        release, finds them: it passes a page that still has children, and takes it as soon as its last child is taken,
+        because all other passed pages still have children then.
         """
         found, passed, lost = [], set(), Counter()
         for page in self.pages.cached:
@@ -312,7 +282,6 @@ class Prefix:
             self.pages.release([page])
 
     def _is_bad(self, name: bytes) -> bool:
-        """Return whether a sequence still uses a withdrawn page of this hash."""
         return any(each == name and self.pages.references(page) for page, each in self._withdrawn.items())
 
     def _drop(self, name: bytes) -> None:

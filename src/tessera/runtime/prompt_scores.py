@@ -29,11 +29,8 @@ BLOCK = 64
 
 
 class RowScores(NamedTuple):
-    """Scores of the tokens that follow the rows of one prefill.
-
-    Attributes:
-        logprob: ln of the probability of the token that follows each row.
-        ids, best: the R most probable tokens after each row, best first, and the ln of their probabilities.
+    """Scores of the tokens that follow the rows of one prefill: the ln of their probability, and the R most probable
+    tokens after each row, best first, with the ln of theirs.
     """
 
     logprob: Float32[Array, "rows"]
@@ -43,7 +40,6 @@ class RowScores(NamedTuple):
 
 @program()
 def score_prompt_rows(params: Params, hidden_1TD: Float[Array, "1 T D"], next_T: Int32[Array, "rows"]) -> RowScores:
-    """Score the tokens `next_T`, each of which follows one row of a prefill."""
 
     def score(block: tuple[Array, Array]) -> RowScores:
         hidden, following = block
@@ -69,11 +65,7 @@ def following(prompt: Sequence[int], start: int, size: int) -> Int32[np.ndarray,
 def prompt_tokens(id: int, prompt: Sequence[int], scored: Mapping[int, RowScores], ranks: int) -> tuple[Token, ...]:
     """Return the prompt's tokens with their log-probabilities; the first token has none, because nothing precedes it.
 
-    Args:
-        id: number of the request.
-        prompt: token ids.
-        scored: scores of the rows of each prefill, by the position of its first row.
-        ranks: number of most probable tokens to report at each position.
+    `scored` has the scores of the rows of each prefill, by the position of its first row.
     """
     found = [Token(id, int(prompt[0]), None, "")]
     for start, end in pairwise([*sorted(scored), len(prompt)]):  # rows past `end` are padding

@@ -36,15 +36,12 @@ class Request:
     """One prompt to continue.
 
     Attributes:
-        prompt: token ids.
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
         stop: texts that end the answer; the answer is cut before the first that appears.
-        sampling: sampling parameters.
         seed: seed of the random draws, of 64 bits (`sampling.fold_seed`). A draw depends only on the seed, the logits
             and the number of tokens before it.
         bias: token id -> number added to its logit before anything else; -inf forbids the token.
-        allowed: ids of the only tokens that the answer may have. An end-of-sequence token is one of them only if it is
-            listed. None allows all tokens.
+        allowed: ids of the only tokens that the answer may have, end-of-sequence tokens included. None allows all.
         min_tokens: number of tokens before an end-of-sequence token or a stop string may end the answer. A guide whose
             text is complete, so that it allows an end-of-sequence token only, ends the answer all the same.
         top_logprobs: number of best tokens to report per step, at most `limits.RANKS`.
@@ -82,7 +79,6 @@ class Request:
 
     @cached_property
     def method(self) -> Method:
-        """Optional steps of the sampling program that the request needs."""
         return self.sampling.method | Method(extra=self.restricted or bool(self.guide or self.top_logprobs))
 
     @property
@@ -92,7 +88,6 @@ class Request:
 
     @cached_property
     def allowed_ids(self) -> np.ndarray:
-        """The ids in `allowed`, none twice."""
         return np.array(sorted(set(self.allowed)), np.int64)
 
     def __post_init__(self):
@@ -151,12 +146,8 @@ Event = Token | End | Failure
 
 
 class PoolState(NamedTuple):
-    """How full an engine's pool is.
-
-    Attributes:
-        usage: fraction of the pages that are in use; pages that are only cached do not count.
-        cached: fraction of the pages that are cached: no request uses them, but their contents are kept.
-        preempted: number of times so far that a request had to give up its pages for another request.
+    """How full an engine's pool is: the fractions of pages in use and of pages that are only cached, and how often a
+    request had to give up its pages for another one so far.
     """
 
     usage: float
@@ -165,10 +156,7 @@ class PoolState(NamedTuple):
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
-    """Raise ValueError if `tokens` is empty, longer than the context or has a token outside the vocabulary.
-
-    The message calls the tokens `name`.
-    """
+    """Raise ValueError if the tokens, called `name`, are none, more than the context, or outside the vocabulary."""
     limit, vocab_size = config.max_positions, config.vocab_size
     if not len(tokens):
         raise ValueError(f"{name} is an empty token list: pass at least one token")

@@ -40,12 +40,8 @@ SAMPLES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Shares of the nominal bfloat16 peak that a prefill reaches.
-
-    Attributes:
-        products: share that linear layers reach, including the operations around them.
-        dense, score, sparse: share that attention reaches in layers of this role (`Kascade.roles`). The work of a
-            sparse layer counts every key of the tiles that it reads.
+    """Shares of the nominal bfloat16 peak that a prefill reaches in linear layers, with the operations around them, and
+    in attention by the layer's role (`Kascade.roles`). The work of a sparse layer counts every key of its tiles.
     """
 
     products: float
@@ -82,13 +78,11 @@ class Question:
     """Input of the planner: a model, the devices, and the requests.
 
     Attributes:
-        config: the model.
-        chip: short name of a chip in `core.hardware.CHIPS`.
         devices: number of JAX devices that share every layer.
         batch: number of sequences that run together.
         length: number of tokens per sequence, prompt and answer together.
         policy: Kascade policy whose times are predicted.
-        chunk: rows per sequence of one prefill call.
+        chunk: rows of one prefill call, which holds one sequence.
     """
 
     config: ModelConfig
@@ -114,7 +108,6 @@ class Question:
 
     @property
     def division(self) -> Division:
-        """Division of the model over the devices."""
         return divide(self.config, self.devices)
 
 
@@ -126,9 +119,8 @@ class Speed:
         prefill_s: time to prefill the whole prompt of every sequence.
         decode_ms: time to decode one token of every sequence, when the sequences have their full length.
         tokens_per_s: decoded tokens per second of all sequences together.
-        prefill_parts_s: times of "weights", "products", "attention" and "links". Weights and products overlap, so the
-            parts may sum to more than prefill_s.
-        decode_parts_ms: likewise, with "cache" (reading keys and values) in place of "attention".
+        prefill_parts_s, decode_parts_ms: times of "weights", "products", "links", and "attention" or (decode) "cache".
+            Weights and products overlap, so the parts may sum to more than the whole.
         prefill_bound, decode_bound: name of the longest part.
     """
 
@@ -142,10 +134,9 @@ class Speed:
 
 
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
-    """Return the Kascade policy of the paper, which reads a tenth of the keys.
+    """Return the Kascade policy of the paper, which reads a tenth of the keys; each head reuses its anchor's same head.
 
-    Each KV head reuses the choice of the anchor's head of the same number. The paper gives anchors for some models. If
-    `name` is none of them, `default_anchors` gives the number of anchors, and they are spread evenly. `options` set
+    If `name` is not a model whose anchors the paper gives, `default_anchors` of them are spread evenly. `options` set
     further fields of Kascade.
     """
     layers, count = config.num_layers, default_anchors(config.num_layers)
@@ -155,11 +146,9 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Numbers of keys, summed over layers.
+    """Numbers of keys that the layers of each role (`Kascade.roles`) read, summed over layers.
 
-    Each field is named after a role of layers (`Kascade.roles`) and counts the keys that layers with that role read.
-    The exception is `own`: it counts the keys that layers score to select tiles; the keys that they then read count as
-    `sparse`.
+    `own` counts the keys that layers score to select tiles; the keys that they then read count as `sparse`.
     """
 
     dense: float = 0.0
@@ -208,16 +197,13 @@ def speed(q: Question, types: Types, policy: Kascade | None) -> Speed:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Count the parameters in the matrices of all layers."""
+    """Count the parameters in the matrices of all layers, by which every row is multiplied."""
     shapes = (shape_of(weight, config) for weight in layer_weights(config) if weight.is_matrix)
     return config.num_layers * sum(rows * columns for rows, columns in shapes)
 
 
 def _read_s(q: Question, on: Chip, types: Types) -> float:
-    """Return the seconds in which a device reads its weights once.
-
-    An untied embedding does not count, because a token reads only one row of it.
-    """
+    """Return the seconds in which a device reads its weights once; of an untied embedding, a token reads one row."""
     found = weight_bytes(q.config, types=types, division=q.division)
     table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)

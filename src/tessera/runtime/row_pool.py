@@ -47,17 +47,8 @@ class RowPool(Pool):
     """Keys and values in rows. Page n is row n - 1.
 
     Requests are prefilled in order of arrival, in chunks as long as possible, so that the same prompts run the same
-    programs on a quick machine and on a slow one.
-
-    Args:
-        params, config, policy: the model's weights, config and attention policy.
-        rows: number of sequences.
-        num_keys: minimum number of keys to allocate per row. `require` allocates more, which compiles new programs.
-        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None chooses them.
-        kv_dtype: dtype of keys and values: "int8", or None for the dtype of the weights.
-
-    Raises:
-        ValueError: `sizes` does not fit the mesh.
+    programs on a quick machine and on a slow one. `num_keys` is the minimum to allocate per row; `require` allocates
+    more, which compiles new programs. `sizes` and `kv_dtype` are as in `Engine`.
     """
 
     order = "fcfs"
@@ -234,9 +225,6 @@ class RowPrefix:
 
     The next prompt takes over the free row with which it shares most whole units. Keys that decode wrote are never
     reused: under a sparse policy, they differ from the keys that prefill would write.
-
-    Attributes:
-        pages: which rows are in use (page n is row n - 1) and which are free but keep their keys ("cached").
     """
 
     def __init__(self, pool: RowPool):
@@ -249,23 +237,17 @@ class RowPrefix:
 
     @property
     def num_cached(self) -> int:
-        """Number of rows that no sequence uses and whose keys are kept."""
         return len(self.pages.cached)
 
     @property
     def available(self) -> int:
-        """Number of rows that no sequence uses."""
         return len(self.pages.free) + self.num_cached
 
     def hashes(self, tokens: Sequence[int], tenant: str = "") -> list[bytes]:
-        """Return the hash of each whole unit of a prompt, as `Prefix.hashes` does."""
         return self._hashes(tokens, tenant)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Take over the free row whose units agree with most of the hashes; return its page, or nothing if none does.
-
-        The row keeps only these units.
-        """
+        """Take over the free row whose units agree with most of the hashes, keep only these, and return its page."""
         shared = {page: _common(self._kept[page], hashes) for page in self.pages.cached}
         page = max(shared, key=shared.get, default=None)
         if page is None or not shared[page]:
@@ -276,7 +258,6 @@ class RowPrefix:
         return [page]
 
     def positions(self, matched: Sequence[int]) -> int:
-        """Return the number of positions whose keys are in the row that `match` returned."""
         return sum(len(self._kept[page]) for page in matched) * self.block
 
     def publish(self, hash: bytes, parent: bytes | None, page: int) -> int:
@@ -289,11 +270,7 @@ class RowPrefix:
         return page
 
     def allocate(self, count: int) -> list[int]:
-        """Take free rows, and drop what they keep if no empty row is left.
-
-        Raises:
-            OutOfPages: too few rows are free.
-        """
+        """Take free rows, and drop what they keep if no empty row is left."""
         short = count - len(self.pages.free)
         self.pages.evict(self.pages.cached[: max(0, short)])
         taken = self.pages.allocate(count)
@@ -327,5 +304,4 @@ class RowPrefix:
 
 
 def _common(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:
-    """Return the length of the longest common start."""
     return next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))

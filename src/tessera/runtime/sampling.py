@@ -24,9 +24,9 @@ from tessera.runtime.limits import RANKS
 class Method:
     """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws.
 
-    `draw` draws a token instead of taking the best one, `filtered` applies top-k, top-p and min-p, and `penalised`
-    applies the repetition, frequency and presence penalties. `extra` adds a bias to the logits and returns the best
-    tokens. Steps share a flag because each flag doubles the number of programs that a server compiles.
+    `filtered` applies top-k, top-p and min-p, and `penalised` the three penalties. `extra` adds a bias to the logits
+    and returns the best tokens. Steps share a flag because each flag doubles the number of programs that a server
+    compiles.
     """
 
     draw: bool = False
@@ -35,7 +35,6 @@ class Method:
     extra: bool = False
 
     def __or__(self, other: "Method") -> "Method":
-        """Return the method with every step that this or the other method has."""
         return Method(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)})
 
 
@@ -99,7 +98,6 @@ class Sampling:
 
     @property
     def method(self) -> Method:
-        """Optional steps of the sampling program that these values need."""
         draw = self.temperature > 0
         # greedy decoding needs no filter: every filter keeps the best token
         filters = bool(self.top_k) or self.top_p not in (None, 1) or bool(self.min_p)
@@ -135,7 +133,6 @@ class Choice(NamedTuple):
     """One token per sequence.
 
     Attributes:
-        token: the chosen ids.
         logprob: ln of each chosen token's probability under softmax(logits), before penalties, temperature and filters.
         counts: `token_counts` with the chosen tokens included; None unless `method.penalised`.
         ranks: the RANKS most probable tokens, best first, each with its `logprob`; None unless `method.extra`.
@@ -160,10 +157,8 @@ def choose(
 ) -> Choice:
     """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step (its token's index).
 
-    With `method.extra`, `bias_BV` is added to the logits first; -inf forbids a token.
-
-    Sequences with different sampling parameters run in one call. `method` holds every step that any of them needs; for
-    a sequence that does not need a step, values that switch it off (such as temperature 0) leave its token unchanged.
+    With `method.extra`, `bias_BV` is added to the logits first; -inf forbids a token. `method` holds every step that
+    any sequence needs; for the others, values that switch a step off leave the token unchanged.
     """
     logits_BV = keep(logits_BV)  # gathered once: sorting a split vocabulary would gather it again and again
     z_BV = logits_BV + bias_BV if method.extra else logits_BV

@@ -3,31 +3,26 @@
 The scheduler is pure Python and reads no clock. The engine and the simulator (`python -m lab simulate`) both use it.
 
 A running request has a row: it is first prefilled and then answers. Each step decodes one token of every answering row
-and prefills some segments, where a segment is `unit` positions of one prompt:
+and prefills some segments (`unit` positions of one prompt each): the largest compiled number whose predicted step takes
+at most step_s, or LONE_S seconds for a prompt that no other request waits for.
 
-    number of segments = the largest compiled size whose predicted step takes at most step_s
-
-A prompt that no other request waits for may take up to LONE_S seconds per step.
-
-Requests are ordered by the rule of Moore and Hodgson, which makes the fewest requests late on one machine. It sorts
-requests by deadline; wherever the predicted end of a prompt is after its deadline, it moves the longest prompt so far
-to the late requests. Late requests go last, and those that are brief before the others; a request is brief if one step
-can prefill the rest of its prompt. Two exceptions limit how long a request waits:
+Requests are ordered by the rule of Moore and Hodgson, which makes the fewest requests late on one machine: sort by
+deadline, and wherever the predicted end of a prompt is after its deadline, move the longest prompt so far to the late
+requests. Late requests go last, and those that are brief (one step can prefill the rest of the prompt) before the
+others. Two exceptions limit how long a request waits:
 
 - After a decision in which a longer request went first, the brief ones go first. A brief request thus waits for at most
   one step of a longer one.
 - Otherwise, the oldest late request goes first in every `ageing`-th decision, so that none waits for ever.
 
-Predictions follow the machine. All of them are multiplied by the pace, which is the median of measured / predicted
-seconds in the last few steps. Deadlines and step_s follow it too, so on a machine that has become slow, no request is
-late and no step is too long for that reason alone.
+All predictions are multiplied by the pace, the median of measured / predicted seconds in the last few steps. Deadlines
+and step_s follow it too, so a machine that has become slow makes no request late and no step too long by itself.
 
 Each tenant has a virtual time: the number of tokens computed for it. The share is the virtual time of an imaginary
-tenant that always gets an equal part: each computed token adds 1 / (number of tenants) to the share. A burst is `burst`
-tokens, and a tenant's level is the number of whole bursts by which its virtual time is ahead of the share. Requests of
-tenants at lower levels go first, and may take rows and pages from requests of tenants at higher levels. A tenant gains
-nothing by being idle, because its virtual time never falls behind the share. It is also never ahead of the share by
-more than MOST bursts, so that a tenant that had the machine to itself is not made to wait long.
+tenant that always gets an equal part. A tenant's level is the number of whole bursts (`burst` tokens) by which its
+virtual time is ahead of the share. Requests of tenants at lower levels go first, and may take rows and pages from those
+at higher levels. Virtual time never falls behind the share, so idling gains nothing, and is never more than MOST bursts
+ahead of it, so a tenant that had the machine to itself is not made to wait long.
 """
 
 import heapq
@@ -63,12 +58,10 @@ class Work:
     """A request as the scheduler sees it; the caller updates `position` and `generated`. The engine's is a `Sequence`.
 
     Attributes:
-        id: unique number, which breaks ties.
         tenant: name of the tenant that is charged for the request.
-        arrived_s: time when the request was submitted, on the caller's clock (`now_s`).
+        arrived_s: time of submission, on the clock of `now_s`.
         deadline_s: time when the first token is due, on the same clock; None lets the scheduler decide
             (`Scheduler.due_s`).
-        prompt_tokens: number of tokens in the prompt.
         position: number of prompt tokens computed so far.
         generated: number of answer tokens so far.
     """
@@ -86,23 +79,16 @@ class Scheduler:
     """Decides what an engine computes next, and how much. The same calls in the same order give the same results.
 
     Args:
-        costs: predicts the seconds of a step; may be replaced at any time.
-        unit: number of positions in a segment.
         sizes: numbers of segments that the compiled prefill programs take, ascending.
-        step_s: maximum predicted seconds of a step, except for a prompt that no other request waits for. Both times are
-            those by `costs`, before the pace.
+        step_s: maximum predicted seconds of a step, by `costs`, before the pace.
         order: "edf" (earliest deadline first) is the rule that the module describes. "fcfs" is for comparison: first
             come, first served, always with the largest size.
-        ageing: in every `ageing`-th decision with a late request, the oldest late request goes first; at least 2.
         patience: maximum number of consecutive steps without prefill while a prompt waits for prefill.
-        burst: number of tokens in a burst. If it is too small, a tenant that sends two long documents is delayed even
-            when no tenant sends too much.
+        burst: tokens. If it is too small, a tenant that sends two long documents is delayed even when no tenant sends
+            too much.
 
     Attributes:
         pace: measured seconds / seconds by `costs` of recent steps; 1 until `observe` has seen steps that differ much.
-
-    Raises:
-        ValueError: a parameter is out of range.
     """
 
     def __init__(
@@ -138,7 +124,6 @@ class Scheduler:
         self._without = 0  # steps in a row without prefill while a prompt waits
 
     def calibrate(self, costs: Costs, step_s: float) -> None:
-        """Replace the costs and step_s by newly measured ones."""
         self.costs, self.step_s, self.pace = costs, step_s, 1.0
         self._recent.clear()
 
@@ -147,8 +132,7 @@ class Scheduler:
     ) -> None:
         """Adjust the pace and the costs to one measured step, given as in `Costs.step_s`.
 
-        `at_most` says that the step may have taken less than `seconds`; it then counts only if it was predicted to take
-        more.
+        `at_most` says that the step may have taken less: it then counts only if it was predicted to take more.
         """
         expected_s = self.costs.step_s(prefill, decode)
         if expected_s <= 0 or (at_most and seconds >= expected_s * self.pace):
@@ -160,7 +144,7 @@ class Scheduler:
             self.costs = self.costs.observed(prefill, decode, seconds / self.pace)
 
     def due_s(self, work: Work) -> float:
-        """Return the time when a request's first token is due, by the present costs and pace.
+        """Return when a request's first token is due, by the present costs and pace.
 
         Without a deadline, that is GRACE_S seconds plus SLACK times what the request needs alone: the steps of its
         prompt, and one step that the machine has begun when the request arrives.
@@ -176,16 +160,8 @@ class Scheduler:
     ) -> list[tuple[Work, int]]:
         """Return the prompts to prefill in this step, the most urgent first, each with its number of segments.
 
-        The total number of segments is one of `sizes`, or smaller if the prompts have fewer segments left. It is the
-        largest total whose step is predicted to take at most `step_s`, or LONE_S seconds if there is only one request.
-        If rows decode, it can be 0, but not in more than `patience` consecutive steps. Under "fcfs", it is as large as
-        possible.
-
-        Args:
-            now_s: current time, on the clock of `Work.arrived_s`.
-            prefill: requests that have rows and are not prefilled yet.
-            decode: requests whose rows decode in this step.
-            waiting: number of requests that have no rows.
+        The total is one of `sizes`, or less if the prompts end before. If rows decode, it can be 0, but not in more
+        than `patience` consecutive steps. `waiting` counts the requests that have no rows.
         """
         self._see("chunk", (*prefill, *decode))
         if not prefill:
@@ -209,8 +185,7 @@ class Scheduler:
         """Return the waiting requests that should get rows, in this order.
 
         These are the requests whose prefill would begin within HORIZON steps of the largest size, so that no request
-        occupies a row and pages long before its turn. `prefill` has the requests that have rows and are not prefilled
-        yet.
+        occupies a row and pages long before its turn. `prefill` has the requests that have rows.
         """
         if not waiting:
             return []
@@ -230,9 +205,6 @@ class Scheduler:
         """Return the request that gives way when pages run out: the one with the latest deadline.
 
         The oldest request gives way only if no other request runs.
-
-        Raises:
-            ValueError: no request runs.
         """
         if not running:
             raise ValueError("running=[] has no request that could give way: pass at least one")
@@ -243,9 +215,8 @@ class Scheduler:
     def displaced(self, entrant: Work, running: Sequence[Work]) -> Work | None:
         """Return the running request that gives way so that `entrant` can start; None if no request gives way.
 
-        A request gives way only to an entrant whose tenant is at a lower level. Requests of tenants at the highest
-        level give way first. At the same level, requests in prefill give way before answering ones, whose keys would
-        have to be copied to the host; after that, the latest arrival gives way first.
+        A request gives way only to an entrant whose tenant is at a lower level, the highest level first. At the same
+        level, requests in prefill give way before answering ones, whose keys would have to be copied to the host.
         """
         level = self._level(entrant.tenant)
         return max(
@@ -260,7 +231,7 @@ class Scheduler:
         )
 
     def served(self, work: Work, tokens: int) -> None:
-        """Charge the request's tenant for `tokens` computed tokens of its prompt or answer."""
+        """Charge the request's tenant for computed tokens."""
         ahead = max(self._served.get(work.tenant, 0.0), self._share) + tokens
         self._share += tokens / max(1, len(self._served))
         self._served[work.tenant] = min(ahead, self._share + MOST * self.burst)
@@ -272,19 +243,17 @@ class Scheduler:
         return ceil_div(max(work.prompt_tokens - work.position, 1), self.unit)
 
     def _left_s(self, work: Work) -> float:
-        """Return the seconds, by the costs, of a step that prefills the rest of a prompt."""
         return self.costs.step_s([(work.position, max(work.prompt_tokens - work.position, 1))], ())
 
     def _brief(self, work: Work) -> bool:
-        """Return whether one step can prefill the rest of a prompt."""
         segments = self._segments(work)
         return segments == 1 or (segments <= self.sizes[-1] and self._left_s(work) <= self.step_s)
 
     def _within(self, shares: list[tuple[Work, int]], keys: Sequence[int], most_s: float) -> list[tuple[Work, int]]:
         """Cut the segments in `shares` to the largest size whose step takes at most `most_s`, by the costs.
 
-        If even the smallest size takes longer, return the smallest. But if rows decode (`keys`) and the first prompt
-        has more than one segment left, return no segments until `patience` is used up.
+        If even the smallest size takes longer, return the smallest; but if rows decode (`keys`) and the first prompt
+        has more than one segment left, return nothing until `patience` is used up.
         """
         for size in reversed(self.sizes):
             cut = _first(shares, size)
@@ -297,8 +266,7 @@ class Scheduler:
     def _order(self, name: str, now_s: float, works: Sequence[Work]) -> list[Work]:
         """Order requests by the level of their tenants, lowest first; within a level, the late ones go last.
 
-        Requests that the module's two exceptions let go first are the first of their level. `name` says whether this
-        is a decision of `admit` or of `chunk`; the exceptions count the decisions of the two separately.
+        The module's two exceptions go first in their level; `admit` and `chunk` (`name`) count decisions separately.
         """
         if self.order == "fcfs":
             return sorted(works, key=lambda work: (work.arrived_s, work.id))
@@ -324,11 +292,10 @@ class Scheduler:
         return found
 
     def _timely(self, ends_s: float, works: Sequence[Work]) -> tuple[list[Work], list[Work], float]:
-        """Split requests into timely and late ones by the rule of Moore and Hodgson, if prefill starts at `ends_s`.
+        """Split requests by the rule of Moore and Hodgson, if prefill starts at `ends_s`.
 
-        Returns:
-            the timely requests by deadline, the late requests by arrival but the brief ones first, and the time at
-            which the prefill of the timely requests ends.
+        Return the timely requests by deadline, the late ones by arrival but the brief first, and the time at which the
+        prefill of the timely ones ends.
         """
         chosen: list[tuple[float, int, Work]] = []  # the longest first
         late: list[Work] = []
@@ -345,7 +312,6 @@ class Scheduler:
         return timely, sorted(late, key=lambda work: (not self._brief(work), work.arrived_s, work.id)), ends_s
 
     def _see(self, name: str, works: Iterable[Work]) -> None:
-        """Record which tenants are active, and forget idle tenants that are no longer ahead of the share."""
         self._active[name] = {work.tenant for work in works}
         active = self._active["admit"] | self._active["chunk"]
         self._served = {t: v for t, v in self._served.items() if t in active or v > self._share}
@@ -354,7 +320,7 @@ class Scheduler:
 
 
 def _first(shares: Sequence[tuple[Work, int]], size: int) -> list[tuple[Work, int]]:
-    """Return the first `size` segments of `shares`, which pairs each request with its number of segments."""
+    """Return the first `size` segments of `shares`."""
     found = []
     for work, count in shares:
         if size <= 0:

@@ -1,8 +1,7 @@
 """Run text through the decoder in chunks of whole query tiles, and score the next-token predictions.
 
 Each window of text runs under a policy with a separate cache. As in generation, each row's policy depends on the row's
-position (`Policy.at_position`), and a chunk ends where another policy begins. Each chunk yields its hidden states and
-its notes: the policy's final state, from which `Chunk.reads` counts keys. The output head then processes rows in blocks
+position (`Policy.at_position`), and a chunk ends where another policy begins. The output head processes rows in blocks
 of ROWS, so its memory is ROWS x vocabulary. Row t predicts the next token x with probabilities p under dense attention
 and p' under the policy:
 
@@ -48,11 +47,9 @@ class Chunk(NamedTuple):
     """Result of one chunk of a window.
 
     Attributes:
-        start: position of the chunk's first row.
         count: number of rows that hold tokens of the window; the others are padding.
         hidden: hidden states after the final norm.
         notes: the policy's final state.
-        policy: the policy of the chunk's rows.
     """
 
     start: int
@@ -63,7 +60,6 @@ class Chunk(NamedTuple):
 
     @property
     def reads(self) -> Reads | None:
-        """Key counts of the chunk; None if the policy does not count."""
         return self.policy.reads(self.notes)
 
 
@@ -79,10 +75,7 @@ def run_chunk(
     config: ModelConfig,
     policy: PolicyOf,
 ) -> tuple[Float[Array, "1 T D"], Cache, Any]:
-    """Run `q_len_B` tokens from position `q_start_B` on; return hidden states, cache and the policy's notes.
-
-    The rest of the T rows is padding.
-    """
+    """Run `q_len_B` tokens from position `q_start_B` on; return hidden states, cache and the policy's notes."""
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     policy = make_policy(policy, array)
     hidden, cache, notes = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -90,7 +83,6 @@ def run_chunk(
 
 
 def make_policy(policy: PolicyOf, array: Any) -> Policy:
-    """Return policy(array) if there is an array, else the policy itself."""
     return policy if array is None else policy(array)
 
 
@@ -102,7 +94,6 @@ class Run:
         policy: the policy, or a function that makes it from `array`; static under jit.
         num_keys: number of keys that the cache must hold. Each cache size compiles new programs, so pass the same
             number for sequences of different lengths.
-        array: argument for `policy` if `policy` is a function; else None.
     """
 
     def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
@@ -119,10 +110,7 @@ class Run:
         )
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
-        """Run tokens, padded to `rows` rows, from position `start` on; `start` must be a multiple of the query tile.
-
-        All tokens have the policy of the first one.
-        """
+        """Run tokens, padded to `rows` rows, from a multiple of the query tile on, under the first one's policy."""
         return self._call(tokens, start, rows, self._at(start))
 
     def decode(self, token: int, position: int) -> Chunk:
@@ -173,12 +161,7 @@ def run_whole(
 
 
 class Scored(NamedTuple):
-    """How well some rows of a run predict their next tokens.
-
-    Attributes:
-        loss: -ln p of the next token, in nats.
-        right: whether the next token is the row's top-1 prediction.
-    """
+    """How well some rows of a run predict their next tokens: -ln p in nats, and whether the token is the top-1."""
 
     loss: Float32[np.ndarray, "rows"]
     right: Bool[np.ndarray, "rows"]
@@ -189,9 +172,9 @@ class Compared(NamedTuple):
 
     Attributes:
         kl: KL(dense || policy), in nats.
-        loss_dense, loss: -ln p of the next token under dense attention and under the policy, in nats.
-        right_dense, right: whether the next token is the top-1 prediction under dense attention and under the policy.
-        same: whether the top-1 predictions under dense attention and under the policy are the same.
+        loss_dense, loss: -ln p of the next token, in nats.
+        right_dense, right: whether the next token is the top-1 prediction.
+        same: whether both top-1 predictions are the same.
     """
 
     kl: Float32[np.ndarray, "rows"]
@@ -219,27 +202,16 @@ def _compare_block(params, other, dense, ours, targets):
 
 
 def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Scored:
-    """Score rows of a run over a window of W tokens; row t predicts token t + 1.
-
-    Args:
-        hidden: hidden states [W,D] from `run_whole`.
-        tokens: token ids [W] of the window.
-        rows: positions of the rows to score, all below W - 1.
-    """
+    """Score rows of a run over a window of W tokens with hidden states [W,D]; row t predicts token t + 1."""
     return Scored(*_by_block(partial(_score_block, model.params), (hidden,), tokens, rows))
 
 
 def compare_rows(
     model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray, *, other: Any = None
 ) -> Compared:
-    """Compare rows of a run under a policy with the same rows under dense attention.
+    """Compare rows of a run under a policy (`ours`) with the same rows under dense attention, as in `score_rows`.
 
-    Args:
-        model: the model.
-        dense: hidden states [W,D] under dense attention.
-        ours: hidden states [W,D] under the policy.
-        tokens, rows: as in `score_rows`.
-        other: the model that computed `ours`, if it is not `model`; its output head then computes the logits of `ours`.
+    If `ours` comes from another model, `other`, that model's output head computes its logits.
     """
     judge = partial(_compare_block, model.params, (other or model).params)
     return Compared(*_by_block(judge, (dense, ours), tokens, rows))

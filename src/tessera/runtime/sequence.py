@@ -23,16 +23,13 @@ class Sequence(Work):
         guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
         guided: bias of the next token's logits (`bias.guided_bias`), if there is a guide.
         scored: `prompt_scores.RowScores` of the prompt's tokens, by the first position of each prefill call.
-        slot: index of the sequence among those that run.
         reused: number of prompt tokens whose keys were in the cache.
-        dropped: whether the request was cancelled or failed.
         hashes: hashes of the prompt's full blocks (`Prefix.block`).
         pages: pages that hold the sequence's keys, in order of position; none while it waits.
         shared: number of leading pages that are in the prefix cache; this sequence writes only later pages.
         goal: number of positions to prefill: the whole prompt, or only the shared pages if the sequence gave way (to
             another) during its answer.
-        saved: host copies of the pages after the shared ones, if the sequence gave way during its answer and waits to
-            resume it; else None.
+        saved: host copies of the pages after the shared ones, if the sequence gave way during its answer.
         reads: key counts of the prompt's prefill chunks so far, by the chunk's first position.
         computed: (start, end) of the positions that the sequence itself had computed when it last gave way.
     """
@@ -55,7 +52,6 @@ class Sequence(Work):
 
     @property
     def open(self) -> bool:
-        """Whether the request is unfinished: not complete, cancelled or failed."""
         return not (self.dropped or self.answer.done)
 
     @property
@@ -67,12 +63,10 @@ class Sequence(Work):
 
     @property
     def prefilling(self) -> bool:
-        """Whether positions must be prefilled before the next token can be decoded."""
         return self.position < self.goal
 
     @property
     def decoding(self) -> bool:
-        """Whether the next step is to feed the answer's last token."""
         return not self.prefilling and 0 < self.generated < self.answer.limit
 
     @property
@@ -85,10 +79,8 @@ class Sequence(Work):
         return ceil_div(self.num_keys, page) + 1
 
     def matchable(self, block: int, unit: int) -> abc.Sequence[bytes]:
-        """Return the hashes of the blocks to look up in the prefix cache.
-
-        These are the blocks of whole units before the prompt's last token, or the shared pages of an answer that gave
-        way. A request with `prompt_logprobs` looks up none.
+        """Return the hashes of the blocks to look up in the prefix cache: those of whole units before the prompt's last
+        token, or the shared pages of an answer that gave way.
         """
         if self.saved is not None:
             return self.hashes[: self.shared]
@@ -113,6 +105,5 @@ class Sequence(Work):
         self.shared, self.position = len(self.pages), position
 
     def leave(self) -> None:
-        """Record that the sequence has lost all pages and waits again."""
         self.computed = self.reused, self.position
         self.pages, self.position = [], 0

@@ -3,9 +3,9 @@
     folder/<digest of the salt>/<hash of the page>
 
 One file holds one page: checksum | length of the header | header | arrays. The checksum is keyed with the salt and
-covers the file's name. It thus detects a file that was cut short, damaged, renamed or moved from another model's
-folder. A page is written to a temporary file, which is renamed once its contents are on disk. If the process is killed,
-the folder has the whole page or none, and at most a temporary file, which the next start removes.
+covers the file's name, so it detects a file that was cut short, damaged, renamed or moved from another model's folder.
+A page is written to a temporary file and renamed: a killed process leaves the whole page or none, and at most a
+temporary file, which the next start removes.
 """
 
 import contextlib
@@ -40,22 +40,16 @@ NAME = re.compile(r"[0-9a-f]{64}")
 class Spill:
     """The pages on disk that belong to one salt, by hash.
 
-    The folder's limit holds for the pages of all salts together: the files least recently saved or loaded are removed
-    first, whatever their salt. Several processes may use one folder. Each of them notices the files of the others only
-    after it has itself written 1/16 of the limit, so each may exceed the limit by 1/16. Apart from the constructor, no
-    method raises OSError.
+    The limit holds for the pages of all salts together: the files least recently saved or loaded are removed first.
+    Several processes may use one folder. Each of them notices the files of the others only after it has itself written
+    1/16 of the limit, so each may exceed the limit by 1/16. Apart from the constructor, no method raises OSError.
 
     Save a page when it is evicted from memory, after the pages that continue it (`Prefix` calls `on_evict` in this
     order). The page is then newer than those pages, which need it, and is removed from disk after them.
 
     Args:
-        folder: folder for the pages of all salts; made if missing. Files in it that are not pages are left alone.
-        salt: the salt of the prefix cache.
+        folder: made if missing. Files in it that are not pages are left alone.
         limit_bytes: maximum number of bytes of all pages together.
-
-    Raises:
-        ValueError: the salt is empty or the limit is not positive.
-        OSError: the folder cannot be made, or belongs to another user.
     """
 
     def __init__(self, folder: str | os.PathLike, salt: bytes, limit_bytes: int):
@@ -81,11 +75,7 @@ class Spill:
         return self._path(hash).is_file()
 
     def save(self, hash: bytes, arrays: Sequence[np.ndarray]) -> bool:
-        """Write a page unless it is on disk already; return whether it is on disk now. If writing fails, log why.
-
-        Raises:
-            ValueError: an array holds objects, records or texts, or numbers in another byte order.
-        """
+        """Write a page unless it is on disk already; return whether it is on disk now. If writing fails, log why."""
         path = self._path(hash)
         if self.touch(hash):
             return True
@@ -123,7 +113,6 @@ class Spill:
         return _decode(body)
 
     def remove(self, hash: bytes) -> None:
-        """Remove a page if it is on disk, for example because its contents are bad (`Prefix.forget`)."""
         with contextlib.suppress(OSError):
             self._path(hash).unlink(missing_ok=True)
 
@@ -136,10 +125,7 @@ class Spill:
         return _checksum(self._key, hash, body)
 
     def touch(self, hash: bytes) -> bool:
-        """Make the page's file the newest, if there is one; return whether there is.
-
-        The time comes from a clock that is finer than the file system's.
-        """
+        """Make the page's file the newest, by a clock finer than the file system's; return whether there is one."""
         path = self._path(hash)
         now = time.time_ns()
         with contextlib.suppress(OSError):
@@ -165,7 +151,6 @@ class Spill:
             self._used -= num_bytes
 
     def _places(self) -> list[Path]:
-        """List the folders of all salts."""
         return [path for path in self._root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
@@ -211,7 +196,6 @@ def _encode(arrays: Sequence[np.ndarray]) -> bytes:
 
 
 def _decode(body: memoryview) -> list[np.ndarray]:
-    """Read what `_encode` wrote, without a copy."""
     end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     found, start = [], round_up(end, ALIGNMENT)
     for name, shape in json.loads(bytes(body[LENGTH_BYTES:end])):

@@ -32,13 +32,9 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Sizes that determine whether `devices` devices share a prefill chunk by heads or by rows.
+    """Sizes that determine how `devices` devices of the mesh axis "heads" share a prefill chunk.
 
-    Attributes:
-        config: sizes of the model.
-        devices: devices along the mesh axis "heads".
-        itemsize: bytes of one activation.
-        layer_bytes: bytes of one layer's weights on all devices together.
+    `itemsize` is the bytes of one activation, `layer_bytes` those of one layer's weights on all devices together.
     """
 
     config: ModelConfig

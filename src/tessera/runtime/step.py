@@ -1,8 +1,7 @@
 """Jitted programs over one KV cache: prefill a chunk, decode a token, copy a page or row in or out.
 
-The cache is contiguous, with one row per sequence, or paged. Prompts are cut into chunks at fixed positions, multiples
-of the query tile, so the keys that a row attends to depend neither on the other prompts nor on the chunk sizes. Memory
-is the cache plus one chunk's activations; both are linear in length.
+Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that a row attends to depend
+neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's activations.
 With `stripe`, each run of `stripe` positions of a sequence goes to the next device of a mesh (`attention/context.py`).
 """
 
@@ -90,8 +89,7 @@ def prefill_chunk(
 ) -> tuple[Cache, Rows, Reads | None]:
     """Prefill `q_len_B` tokens per sequence from position `q_start_B` on; the rest of the T rows is padding.
 
-    Return the cache, the hidden states and the key counts, which are None if the policy does not count. Devices that
-    share the rows keep the hidden states of their own rows.
+    The key counts are None if the policy does not count. Devices that share the rows keep the hidden states of theirs.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -104,7 +102,6 @@ def prefill_chunk(
 
 @program()
 def read_head(params: Params, last_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """Compute next-token logits after a prefill."""
     return keep(logits(params, last_BD), None, "vocab")
 
 
@@ -120,10 +117,7 @@ def decode_token(
     policy: Policy,
     stripe: int | None = None,
 ) -> tuple[Cache, Float[Array, "B V"], Reads | None]:
-    """Feed one token per sequence; return the cache, next-token logits and the key counts.
-
-    Sequences that are not alive attend to nothing and count no keys.
-    """
+    """Feed one token per sequence; sequences that are not alive attend to nothing and count no keys."""
     positions = Positions(position_B, jnp.where(alive_B, position_B + 1, 0), alive_B.astype(jnp.int32))
     hidden, cache, state = forward(
         params, token_B[:, None], cache, positions, config=config, policy=policy, stripe=stripe

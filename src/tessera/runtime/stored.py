@@ -43,7 +43,6 @@ class StoredPrefix(Prefix):
         return run
 
     def forget(self, pages: Iterable[int]) -> list[bytes]:
-        """Withdraw bad pages, as `Prefix.forget` does, and remove them from disk; return the withdrawn hashes."""
         withdrawn = super().forget(pages)
         for name in withdrawn if self.spill is not None else ():
             self.spill.remove(name)

@@ -47,12 +47,7 @@ class Tiling:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHeads(Counted):
-    """Dense attention, except that some KV heads read only tiles with the query tile's own keys, local keys or sinks.
-
-    Attributes:
-        tiling: sizes of the tiles, and numbers of local keys and sinks.
-        local_LK: whether a KV head reads only these tiles.
-    """
+    """Dense attention, except that KV heads in `local_LK` read only the query tile's own and the always-read tiles."""
 
     tiling: Tiling
     local_LK: Bool[Array, "L K"]
@@ -78,8 +73,7 @@ class LocalHeads(Counted):
 class Budgeted(Counted):
     """Attention in which every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head.
 
-    Attributes:
-        budgets_LK: fraction of the visible keys that a KV head reads in addition to the always-read keys.
+    `budgets_LK` is the fraction of the visible keys that a KV head reads in addition to the always-read keys.
     """
 
     tiling: Tiling  # tile sizes, always-read keys, and how tiles are scored
@@ -130,7 +124,6 @@ class MassRecorder(Policy):
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
     """Return the probability [L,K,F] that attention would miss with each of the F budgets in GRID.
 
-    With a budget, attention reads the always-read tiles, and the heaviest other tiles that the budget allows.
     Probabilities are summed over sequences, query tiles, rows and query heads.
     """
     shape = mass_LBKIJ.shape[1:]
@@ -154,7 +147,7 @@ def _near_and_budgets(
 ) -> tuple[Selection, list[Array]]:
     """Return the always-read tiles, and the number of tiles within each budget in GRID.
 
-    This is one jitted function because its operations would take longer to compile one by one.
+    Jitted as a whole, because its operations would take longer to compile one by one.
     """
     spec, always = tiling.spec(spec), tiling.always()
     near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())

@@ -1,7 +1,7 @@
 """Choose the anchor layers, which score all keys, and map other layers' heads to theirs, as Kascade (arXiv 2512.16391).
 
-This module holds pure mathematics on small arrays: similarity, importance, and the dynamic program. `recording.py`
-gathers the arrays from a running model; `calibration/similarity.py` combines both.
+This module holds pure mathematics on small arrays. `recording.py` gathers the arrays from a running model;
+`calibration/similarity.py` combines both.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,9 @@ def default_anchors(num_layers: int) -> int:
 
 
 def captured(mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"]) -> Float[Array, "A K K I"]:
-    """Sum the probability that each head of this layer puts on the keys chosen by each head of each layer a.
+    """Sum the probability that each head of this layer puts on the C keys that each head of each layer a chose.
 
-    Args:
-        mass_KIJ: probability on each key in this layer, summed over the query tile's rows.
-        ids_AKIC: C different key ids per layer a, KV head and query tile.
-
-    Returns:
-        sums by [layer a, head of a, head of this layer, query tile].
+    The result is indexed by layer a, head of a, head of this layer, and query tile.
     """
     heads = [
         jnp.take_along_axis(mass_KIJ[None, None, mine], ids_AKIC, axis=-1).sum(-1) for mine in range(len(mass_KIJ))
@@ -55,12 +50,8 @@ def similarity(
 
     Args:
         mass_KIJ: P_b, probability in layer b of the keys that a layer may choose from, summed over a query tile's rows.
-        ids_AKIC: I_a, the keys that each earlier layer's heads choose.
-        own_KIC: I_b, the keys that b's heads choose.
+        ids_AKIC, own_KIC: I_a and I_b, the chosen keys.
         always_KI: P_b of the keys that every layer reads regardless of its choice; mass_KIJ excludes them.
-
-    Returns:
-        similarities by [layer a, head of a, head of b, query tile].
     """
     own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1) + always_KI
     found = captured(mass_KIJ, ids_AKIC) + always_KI
@@ -68,10 +59,7 @@ def similarity(
 
 
 def importance(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:
-    """Return 1 - cos(x, y), which tells how far attention turns the residual stream from x to y.
-
-    It is computed as |x/|x| - y/|y||^2 / 2, which stays accurate near 0.
-    """
+    """Return 1 - cos(x, y), how far attention turns the residual stream: |x/|x| - y/|y||^2 / 2, accurate near 0."""
 
     def unit(z):
         z = z.astype(jnp.float32)
@@ -87,14 +75,8 @@ def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tupl
 
         dp[m][j] = max over i of (dp[m-1][i] + sum over l from i to j-1 of score[i][l])
 
-    Backtracking from dp[M][L] yields the anchors. Ties go to the lower layer.
-
-    Args:
-        score_LL: score[a][b] = importance of b times similarity(a, b); only a <= b is read.
-        num_anchors: M, from 1 to L.
-
-    Raises:
-        ValueError: num_anchors is out of range, or score_LL is not square and finite.
+    Backtracking from dp[M][L] yields the anchors. Ties go to the lower layer. score[a][b] = importance of b times
+    similarity(a, b); only a <= b is read.
     """
     score_LL = np.asarray(score_LL, np.float64)
     num_layers = len(score_LL)
@@ -134,10 +116,7 @@ def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.nd
 
 
 def head_table(heads_LLK: Int32[np.ndarray, "L L K"], anchors: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return a plan's head_map [L][K]: for each head of a layer, the anchor's head whose choice the head uses.
-
-    The anchor is the last one at or before the layer (`anchor_of`). An anchor's heads use their own choice.
-    """
+    """Return a plan's head_map [L][K]: for each head of a layer, the head of its anchor whose choice it uses."""
     num_layers, _, num_kv_heads = heads_LLK.shape
     return tuple(
         tuple(range(num_kv_heads)) if layer in anchors else tuple(int(h) for h in heads_LLK[anchor, layer])

@@ -27,13 +27,11 @@ class Counted(Policy):
         return state
 
     def read_all(self, layer, q, kv, spec, positions, state) -> tuple[Array, Reads]:
-        """Attend to every visible key; return output and counts."""
         out = dispatch.attend(q, kv, spec, **positions._asdict()).out
         visible = count_visible(spec, positions, kv.shapes(q))
         return out, record_reads(state, layer, visible, visible)
 
     def read_listed(self, layer, q, kv, spec, positions, selection, state) -> tuple[Array, Reads]:
-        """Attend to the selected tiles; return output and counts."""
         out, shapes = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection).out, kv.shapes(q)
         read = count_read(selection, spec, positions, shapes)
         return out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
@@ -54,14 +52,14 @@ class Dense(Counted):
 
 
 class DenseBefore:
-    """Rule of position for a policy with the fields `crossover_tokens` and `decode_crossover` of a plan."""
+    """Rule of position of a plan: dense below `crossover_tokens`, rounded up to a multiple of `unit`; in decode, dense
+    below `decode_crossover`, if that is set.
+    """
 
     def at_position(self, position: int, unit: int) -> Policy:
-        """Return `Dense` below `crossover_tokens`, rounded up to a multiple of `unit`; from there on, this policy."""
         return Dense() if position < round_up(self.crossover_tokens, unit) else self
 
     def decode_at(self, position: int, unit: int) -> Policy:
-        """Return `Dense` below `decode_crossover`, from there on this policy; without a value, as `at_position`."""
         if self.decode_crossover is None:
             return self.at_position(position, unit)
         return Dense() if position < self.decode_crossover else self
@@ -91,7 +89,7 @@ class Window(Counted):
         return "window"
 
     def select(self, positions: Positions, shapes: Shapes) -> Selection:
-        """Return the tiles that hold the sinks and the window as a selection, which is the same for every KV head."""
+        """Return the tiles of the sinks and of the window, the same for every KV head."""
         num_tiles = ceil_div(shapes.num_queries, self.query_tile)
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         rows = jnp.minimum(positions.q_len[:, None] - row, self.query_tile)
@@ -168,9 +166,7 @@ class Oracle(Counted):
 class Cheap(Oracle):
     """Attention to the tiles with the best cheap scores of each layer (`estimate.py`), or to random tiles.
 
-    Attributes:
-        summary: "mean" or "minmax" (Quest), as in `Estimate`. "random" is a control that draws tiles at random for each
-            layer and query tile.
+    `summary` is as in `Estimate`, or "random", a control that draws tiles at random for each layer and query tile.
     """
 
     score_keys: int = 4  # `keys` and `rows` of `Estimate`

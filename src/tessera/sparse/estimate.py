@@ -8,8 +8,8 @@ valid row, because a prompt's last row decides the first token of its answer. A 
     z[r,b] = softcap(scale * q[r] . mean of block b's keys),   lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
 
 With keys = 1 the scores are exact. With rows = 1 too, the mass is exact, except in blocks of which a row sees only a
-part. These blocks do not matter: a selection ranks only the tiles that are not always read, and every row of a query
-tile sees every key of such a tile.
+part. These do not matter: a selection ranks only tiles that are not always read, and every row of a query tile sees
+every key of such a tile.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,6 @@ class Estimate:
             raise ValueError(f"summary={self.summary!r} must be 'mean' or 'minmax'")
 
     def check(self, tile: int) -> None:
-        """Raise ValueError unless a tile holds a whole number of blocks."""
         if tile % self.keys:
             raise ValueError(f"keys={self.keys} must divide tile={tile}")
 
@@ -70,11 +69,8 @@ def estimate_mass(
 
     Work is 2 H N T S / (keys * rows) flops; scratch memory holds one query tile's sum per key tile. A single query row
     (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `kv.scales`: blocks
-    average keys times scales, and for a single row the scores are scaled instead of the keys.
-
-    Args:
-        heads: the KV heads to score; q holds only their query heads, and the result's K is their number. None means
-            all KV heads.
+    average keys times scales, and for a single row the scores are scaled instead of the keys. With `heads`, q holds
+    only the query heads of these KV heads, and the result's K is their number.
     """
     how.check(spec.tile)
     if spec.stripe is not None and context.traced_stripes() > 1:
@@ -112,9 +108,9 @@ def estimate_mass(
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
-    """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
+    """Return the sampled rows' offsets in their query tile; a negative one means no row.
 
-    `left_BI` is the number of valid rows from the query tile's first row on. A negative offset means no row.
+    `left_BI` is the number of valid rows from the query tile's first row on.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1
@@ -122,11 +118,7 @@ def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
 
 
 class Blocks(NamedTuple):
-    """Blocks of keys that one step scores: their means, or their upper and lower bounds, and the scales of int8 keys.
-
-    Attributes:
-        sides: one array of means, or two arrays of upper and lower bounds; each is [B,K,X,H] for X blocks.
-    """
+    """Blocks of keys that one step scores: one array [B,K,X,H] of means, or two of upper and lower bounds."""
 
     sides: tuple[Array, ...]
     k_scale: Array | None  # scales [B,K,1,X] of int8 keys if each block is one key; else None
@@ -177,10 +169,7 @@ def _summaries(
     summary: str,
     dtype: DTypeLike,
 ) -> Blocks:
-    """Summarise `num_blocks` blocks of `keys` keys each.
-
-    If `keys` is above 1, keys past kv_len count as zeros.
-    """
+    """Summarise `num_blocks` blocks of `keys` keys each; in blocks of several, keys past kv_len count as zeros."""
     if kv.pages is not None:
         kv = paging.read_positions(kv, jnp.int32(0), kv.num_keys)
     k, scale = _pick(kv.k, heads), None if kv.scales is None else _first_scales(kv.scales, heads)

@@ -32,9 +32,7 @@ from tessera.sparse.reads import count_read, count_visible, init_reads, record_r
 class KascadeState(NamedTuple):
     """State passed from layer to layer. The source is the last layer that selected.
 
-    Attributes:
-        choice: the source's selection; with `budgets`, its masses [B,K,I,J] instead, from which each layer selects
-            by its own budgets.
+    `choice` is the source's selection; with `budgets`, its masses [B,K,I,J], from which each layer selects by its own.
     """
 
     choice: Selection | Array
@@ -106,10 +104,7 @@ class Kascade(DenseBefore, Choice, Policy):
     def select(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes
     ) -> Selection:
-        """Select the always-read tiles, and as many of the other tiles of largest mass as the layer's budget allows.
-
-        `mass` is [B,K,I,J].
-        """
+        """Select the always-read tiles, and the other tiles of largest mass [B,K,I,J] within the layer's budget."""
         fraction, largest = self._budget(layer)
         return select_tiles(
             mass,
@@ -126,10 +121,7 @@ class Kascade(DenseBefore, Choice, Policy):
     def chosen(
         self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
     ) -> Selection:
-        """Return the tiles that a layer reads.
-
-        `state` is the state after the layer's source, or, for a layer in `own`, after the layer's own choice.
-        """
+        """Return the tiles that a layer reads; `state` is that after its source, or after its own choice."""
         choice = self.map_heads(layer, state.choice)
         return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
 
@@ -176,11 +168,7 @@ class Kascade(DenseBefore, Choice, Policy):
         return self._sparse(layer, q, kv, spec, positions, state)
 
     def _scores(self, layer, q, kv: KeyValues, spec: AttentionSpec, positions: Positions) -> Array:
-        """Estimate tile masses.
-
-        If `layer` is a Python int and no layer reuses its choice, heads with budget 0 or 1 get zeros, because they need
-        no masses.
-        """
+        """Estimate tile masses; heads with budget 0 or 1 get zeros if no layer reuses the choice, as they need none."""
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         # On a mesh, picking heads would move keys between devices; each device scores all of its own heads instead.

@@ -197,14 +197,12 @@ class Plan(Choice):
 
 
 def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
-    """Raise ValueError unless the anchors ascend, start with layer 0 and are layers of the model."""
     ascending = all(a < b for a, b in zip(anchors, anchors[1:]))
     if not anchors or anchors[0] != 0 or not ascending or anchors[-1] >= num_layers:
         raise ValueError(f"anchors={quoted(list(anchors))} must ascend from 0 and stay below num_layers={num_layers}")
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless both lists ascend and share no layer, and heads of layers in `own` map to themselves."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")
@@ -217,7 +215,6 @@ def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple
 
 
 def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless `budgets` is empty, or is [L][K] and has only fractions from 0 to 1."""
     if not budgets:
         return
     if len(budgets) != num_layers or any(len(row) != num_kv_heads for row in budgets):
@@ -231,15 +228,14 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
 def check_query_tile(size: int) -> None:
     """Raise ValueError if a query tile of `size` rows would make the chunks of a prompt too large.
 
-    The rows of a chunk are a multiple of the query tile and of 64. A query tile of 7,919 rows, which is a prime number,
-    would thus make chunks of half a million rows.
+    The rows of a chunk are a multiple of the query tile and of 64; a tile of 7,919 rows, a prime, would make chunks of
+    half a million.
     """
     if size > MAX_QUERY_TILE or (size > 8 and size % 8):
         raise ValueError(f"query_tile={size} must be a multiple of 8 and at most {MAX_QUERY_TILE}, or below 8")
 
 
 def check_promise(promise: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a promise is empty, or holds a target, the measured values and the window lengths."""
     if not promise:
         return
     _check_names("promise", promise, {"measured", "judged_tokens", "fresh", "held"}, {"keep", "max_kl"})
@@ -272,7 +268,6 @@ def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional
 
 
 def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless head_map is [L][K] and has only numbers of KV heads."""
     if len(head_map) != num_layers or any(len(row) != num_kv_heads for row in head_map):
         shape = [len(head_map), len(head_map[0]) if head_map else 0]
         raise ValueError(f"head_map has shape {shape} instead of [{num_layers}, {num_kv_heads}]")
@@ -282,7 +277,7 @@ def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_k
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """Check the names and values of a plan's fields and return the fields; the error names the first wrong field."""
+    """Return a plan's fields; the error names the first wrong name or value."""
     if unknown := sorted(found.keys() - FIELDS.keys()):
         raise ValueError(f"unknown fields {quoted(unknown)}")
     for name in FIELDS:

@@ -1,8 +1,7 @@
 """The table of policies that users choose by name.
 
 A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
-import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. If the
-user names no plan, `generate.find_plan` looks for a plan if the policy is kascade, but not for any other policy.
+import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,17 +43,10 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
 
 
 def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any) -> Policy:
-    """Build the policy called `name` for a model of this config.
+    """Build the policy called `name` for a model of this config; `options` override its fields, e.g. fraction=0.05.
 
-    Args:
-        name: "dense", "kascade", "window" or "oracle".
-        config: the model's config, against which kascade checks the plan.
-        plan: required by kascade. With a plan, window takes its tile sizes, and oracle its tile sizes and budget, from
-            the plan. The command line passes a plan only to kascade.
-        options: fields of the policy to override, e.g. fraction=0.05.
-
-    Raises:
-        ValueError: a name or an option is unknown, a value is out of range, or kascade has no plan that fits.
+    Kascade requires a plan, which it checks against the config. Window takes its tile sizes, and oracle its tile sizes
+    and budget, from a plan if there is one; the command line passes a plan only to kascade.
     """
     if name not in POLICIES:
         raise ValueError(f"attention={name!r} must be one of {tuple(POLICIES)}")
@@ -66,7 +58,6 @@ def _tiles(plan: Plan | None) -> dict[str, int]:
 
 
 def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options; raise ValueError unless each option names a field of the policy."""
     names = [f.name for f in fields(policy)]
     if unknown := sorted(options.keys() - names):
         raise ValueError(

@@ -8,7 +8,6 @@ means nothing."""
 
 
 def promise_line(plan: Plan) -> str:
-    """Describe in one sentence what a plan was asked to keep of dense attention's quality, and what it keeps."""
     if not plan.promise:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
@@ -34,7 +33,6 @@ def promise_note(plan: Plan | None) -> str:
 
 
 def promises_answers(plan: Plan) -> bool:
-    """Return whether dense attention found enough planted answers to judge the plan by them."""
     return plan.promise["measured"]["found_dense"] >= FEWEST_ANSWERS
 
 
@@ -85,7 +83,6 @@ def _asked(plan: Plan) -> str:
 
 
 def _judged(plan: Plan) -> str:
-    """Name the text on which the plan was judged, and the lengths of its windows."""
     text = "new text" if plan.promise["fresh"] else "the text that set its budget"
     sizes = plan.promise["judged_tokens"]
     if len(sizes) > 2 and len(set(sizes)) == 1:

@@ -1,8 +1,7 @@
 """Policies that record a model's attention for calibration and evaluation.
 
-The final state of each policy is small: it holds sums or minima over one call's query tiles and, in
-`SimilarityRecorder`, each layer's best keys, but nothing of size T x S. The caller combines the states of several
-calls.
+The final state of each policy holds sums or minima over one call's query tiles and, in `SimilarityRecorder`, each
+layer's best keys, but nothing of size T x S. The caller combines the states of several calls.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +30,7 @@ with query tiles of 64 or 128 rows, no other keys would be left to compare.
 
 
 class SimilarityState(NamedTuple):
-    """Record of one call. a and b are layers; K' is the number of KV heads, 1 if pooled.
-
-    Attributes:
-        turned: [L] sum over tokens of 1 - cosine between the residual stream before and after the attention block.
-    """
+    """Record of one call. a and b are layers; K' is the number of KV heads, 1 if pooled."""
 
     ids: Array  # [L,B,K',I,C] the C keys with the most mass in each layer
     least: Array  # [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b
@@ -105,10 +100,7 @@ class SimilarityRecorder(Policy):
         return state._replace(turned=state.turned.at[layer].set(turned), num_tokens=valid.sum(dtype=jnp.int32))
 
     def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
-        """Return the first and the end (exclusive) [B,I] of the keys that each query tile chooses from.
-
-        If there are none, end <= first.
-        """
+        """Return the first and the end (exclusive) [B,I] of the keys that each query tile chooses from."""
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         bounds = row_ranges(spec, positions, num_tiles * self.query_tile)
         seen, newest = (bound.reshape(-1, num_tiles, self.query_tile)[..., 0] for bound in bounds)
@@ -129,12 +121,8 @@ class RecallRecorder(Policy):
     """Measures how much of dense attention's probability lies on the keys that a policy reads, per layer and KV head.
 
     The probabilities are computed from each layer's own q and k. If a layer reads every key by definition, as Kascade's
-    anchors and all layers of Dense do, `held` equals `total`.
-
-    Attributes:
-        dense: if true, layers return the output of dense attention, so that each layer is judged on the inputs of a
-            dense run. If false, they return the policy's output, so that each is judged on the inputs of the policy's
-            run.
+    anchors and all layers of Dense do, `held` equals `total`. With `dense`, layers return the output of dense
+    attention, so that each is judged on the inputs of a dense run; else on those of the policy's run.
     """
 
     policy: Policy  # a `Kascade`, `Window`, `Oracle` or `Dense`
@@ -146,7 +134,6 @@ class RecallRecorder(Policy):
 
     @property
     def query_tile(self) -> int:
-        """Query tile of the recorded policy, so that prompts are cut at its multiples."""
         return self.policy.query_tile
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -181,11 +168,7 @@ class RecallRecorder(Policy):
     def _listed(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: Any
     ) -> Selection:
-        """Return the tiles that the layer reads if it is sparse, given the policy's state after the layer.
-
-        Raises:
-            TypeError: the policy is none of the kinds that the class supports.
-        """
+        """Return the tiles that the layer reads if it is sparse, given the policy's state after the layer."""
         policy, where = self.policy, positions._asdict()
         match policy:
             case Kascade():
