@@ -216,7 +216,7 @@ def answered(family, text, *, size=None):
     """Return reasoning, text and calls of an answer that comes in pieces of `size` characters, or whole."""
     ahead = GOLDEN["families"][family]["prompts"]["plain"].rstrip()
     thinking = next((pair for pair in THOUGHTS if ahead.endswith(pair[0])), None)
-    speech = Speech(dict(schemas(OFFERED)), thoughts=THOUGHTS, thinking=thinking)
+    speech = Speech(schemas(OFFERED), thoughts=THOUGHTS, thinking=thinking)
     said = [speech.push(text[at : at + size]) for at in range(0, len(text), size)] if size else [speech.push(text)]
     rest, calls = speech.finish()
     said.append(rest)

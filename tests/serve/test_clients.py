@@ -245,7 +245,7 @@ def test_a_remote_chat_reads_what_the_format_of_streams_allows(other, tmp_path, 
         chat.connect(print)
         reply = chat.ask("Who?")
     assert chat.turns[-1]["content"] == "a\u2028b\u2029c\x85d\x1cefgh"
-    assert reply.usage() == ""
+    assert reply.usage == ""
 
 
 def test_a_remote_chat_keeps_its_system_message_when_it_forgets(other):

@@ -42,7 +42,7 @@ STOP = {
 }
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SUM = ("add", {"a": 1, "b": 2})
-TOOLS = dict(schemas([ADD, STOP]))
+TOOLS = schemas([ADD, STOP])
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'

@@ -11,11 +11,9 @@ prefix that the new prompt shares with the last prompt.
 """
 
 import time
-from dataclasses import dataclass
 
-from tessera.chat.turns import Messages, Progress, Stream, Turns, answered, opening
+from tessera.chat.turns import Messages, Progress, Reply, Stream, Turns, answered, opening
 from tessera.generate import Interrupted, Model
-from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import Request
 from tessera.runtime.sampling import Sampling, later_seed
@@ -23,18 +21,6 @@ from tessera.sparse.promise import promise_note
 
 NEW_TOKENS = 256
 """Maximum number of new tokens per answer, if neither the user nor generation_config.json sets one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """One turn's answer (see `turns.Reply`), with its statistics: `density` covers this turn only."""
-
-    generation: Generation
-    reused_tokens: int
-    dropped_turns: int
-
-    def usage(self) -> str:
-        return f"{self.reused_tokens} tokens from the cache; {self.generation.usage()}"
 
 
 class Chat(Turns):
@@ -83,7 +69,8 @@ class Chat(Turns):
             raise Interrupted([generation]) from None
         self._engine = engine
         self.messages, self._attempts = answered(messages, end.generation.text), attempts
-        return Reply(generation=end.generation, reused_tokens=end.reused_tokens, dropped_turns=dropped)
+        usage = f"{end.reused_tokens} tokens from the cache; {end.generation.usage()}"
+        return Reply(usage=usage, dropped_turns=dropped, generation=end.generation, reused_tokens=end.reused_tokens)
 
     def _checked(self, messages: Messages) -> Messages:
         self._render([*messages, {"role": "user", "content": "hello"}])

@@ -5,12 +5,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
-from tessera.chat.turns import Messages, Progress, Stream, Turns, answered, opening
+from tessera.chat.turns import Messages, Progress, Reply, Stream, Turns, answered, opening
 from tessera.core import interrupt
 from tessera.core.escapes import escaped, quoted
 from tessera.generate import Interrupted
@@ -28,27 +27,6 @@ FULL = re.compile("context|shorten")
 
 class ContextFull(ValueError):
     """The server refuses a conversation because it exceeds the model's context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteReply:
-    """Token counts of one turn's answer, as far as the server reports them."""
-
-    counts: Mapping[str, Any]
-    dropped_turns: int = 0
-
-    def usage(self) -> str:
-        parts = []
-        match self.counts:
-            case {"prompt_tokens_details": {"cached_tokens": int(cached)}}:
-                parts.append(f"{cached} tokens from the cache")
-        match self.counts:
-            case {"prompt_tokens": int(prompt), "completion_tokens": int(new)}:
-                parts += [f"{prompt} tokens", f"{new} new"]
-        match self.counts:
-            case {"tessera": {"density": float(density)}}:
-                parts.append(f"{density:.0%} of keys read")
-        return "; ".join(parts)
 
 
 class RemoteChat(Turns):
@@ -118,9 +96,7 @@ class RemoteChat(Turns):
     def close(self) -> None:
         self._client.close()
 
-    def _answer(
-        self, messages: Messages, attempts: int, stream: Stream | None, progress: Progress | None
-    ) -> RemoteReply:
+    def _answer(self, messages: Messages, attempts: int, stream: Stream | None, progress: Progress | None) -> Reply:
         """Answer the question that ends `messages`; drop the oldest turns that the server's context has no room for."""
         messages, first, dropped = self._checked(messages), len(opening(self.system)), 0
         whole = messages
@@ -132,9 +108,7 @@ class RemoteChat(Turns):
                     raise
                 messages, dropped = messages[:first] + messages[first + 2 :], dropped + 1
 
-    def _asked(
-        self, messages: Messages, attempts: int, stream: Stream | None, whole: Messages, dropped: int
-    ) -> RemoteReply:
+    def _asked(self, messages: Messages, attempts: int, stream: Stream | None, whole: Messages, dropped: int) -> Reply:
         """Send `messages`, which are `whole` without its `dropped` oldest turns, and keep the answer."""
         text, thought, counts = "", "", {}
         body = {"model": self.source, "messages": messages, "seed": later_seed(self.seed, attempts), "stream": True}
@@ -154,7 +128,7 @@ class RemoteChat(Turns):
             self.messages, self._attempts = answered(whole, text), attempts
             raise Interrupted([]) from None
         self.messages, self._attempts = answered(messages, text), attempts
-        return RemoteReply(counts=counts, dropped_turns=dropped)
+        return Reply(usage=_usage(counts), dropped_turns=dropped)
 
     def _checked(self, messages: Messages) -> Messages:
         try:
@@ -220,6 +194,21 @@ class RemoteChat(Turns):
             raise ValueError(
                 f"{self.url} does not answer ({_cause(error)}): start `tessera serve`, or correct --url"
             ) from error
+
+
+def _usage(counts: Mapping[str, Any]) -> str:
+    """Say what an answer cost, as far as the server reports it."""
+    parts = []
+    match counts:
+        case {"prompt_tokens_details": {"cached_tokens": int(cached)}}:
+            parts.append(f"{cached} tokens from the cache")
+    match counts:
+        case {"prompt_tokens": int(prompt), "completion_tokens": int(new)}:
+            parts += [f"{prompt} tokens", f"{new} new"]
+    match counts:
+        case {"tessera": {"density": float(density)}}:
+            parts.append(f"{density:.0%} of keys read")
+    return "; ".join(parts)
 
 
 def _cause(error: httpx2.HTTPError) -> str:

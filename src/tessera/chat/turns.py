@@ -4,12 +4,14 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from tessera.core.fields import TEXT, Rule, check_fields, items, read_json, record
 from tessera.core.files import check_writable, replace_text
+from tessera.runtime.answers import Generation
 
 SCHEMA = 1
 MESSAGE = record({"role": TEXT, "content": TEXT}, "")
@@ -20,7 +22,7 @@ FIELDS = MappingProxyType(
         "messages": items(MESSAGE, "messages with role and content"),
     }
 )
-"""Fields of a saved conversation's file, each with the rule for its value."""
+"""Fields of a saved conversation's file."""
 Messages = list[dict[str, str]]
 Stream = Callable[[str], Any]
 """Function that gets each piece of the answer."""
@@ -28,13 +30,21 @@ Progress = Callable[[int, int], Any]
 """Function that gets (prompt tokens read, prompt tokens to read) while the prompt is being read."""
 
 
-class Reply(Protocol):
-    """One turn's answer. `dropped_turns` is the number of oldest turns that were dropped to stay within the context."""
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One turn's answer.
 
+    Attributes:
+        usage: what the answer cost, in a few words.
+        dropped_turns: number of the oldest turns that were dropped to stay within the context.
+        generation: the answer and its statistics, of this turn only; None if it came from a server.
+        reused_tokens: number of prompt tokens whose keys and values were still in the cache.
+    """
+
+    usage: str
     dropped_turns: int
-
-    def usage(self) -> str:
-        """Say in a few words what the answer cost."""
+    generation: Generation | None = None
+    reused_tokens: int = 0
 
 
 class Turns(ABC):
@@ -71,7 +81,6 @@ class Turns(ABC):
         self.messages = self._checked([*opening(text), *self.turns])
 
     def clear(self) -> None:
-        """Delete all messages except the system message."""
         self.messages, self._attempts = opening(self.system), 0
 
     def undo(self) -> str:

@@ -49,24 +49,16 @@ ReadLine = Callable[[str], str | None]
 
 
 class Entry(NamedTuple):
-    """One message, or one command and the text after it.
-
-    Attributes:
-        command: name of the command; "" for a message.
-        text: the message, or the text after the command; None if the input ended inside triple quotes.
-    """
+    """A message (then `command` is ""), or a command and the text after it; None if the input ended inside quotes."""
 
     command: str
     text: str | None
 
 
 def converse(chat: Turns, read_line: ReadLine, *, interactive: bool) -> bool:
-    """Answer messages and run commands until /exit or the end of the input.
+    """Answer messages and run commands until /exit or the end of the input; return whether every entry succeeded.
 
     Answers go to standard output; remarks and errors go to standard error.
-
-    Returns:
-        whether every entry succeeded. A script needs this, because it does not read the errors.
     """
     return _Terminal(chat, interactive).run(entries(read_line, interactive))
 
@@ -89,7 +81,6 @@ class _Terminal:
         return good
 
     def obey(self, command: str, text: str | None) -> None:
-        """Answer a message or run a command; raise ValueError or MemoryError if that fails."""
         chat = self.chat
         if text is None:
             raise ValueError(f"the input ends inside a message that {QUOTES} opened: close it with {QUOTES}")
@@ -149,7 +140,6 @@ class _Terminal:
             )
 
     def turn(self, ask: Callable[..., Reply]) -> None:
-        """Call `ask` and print the answer while it is generated."""
         begun, terminal, held = False, sys.stdout.isatty(), ""
 
         def show(piece: str) -> None:
@@ -180,7 +170,7 @@ class _Terminal:
             remark = f"The oldest {reply.dropped_turns} turns were forgotten: the context is full."
             self.remarks.print(remark, style="yellow")
         if self.interactive:
-            self.say(f"({'; '.join(filter(None, (reply.usage(), self.chat.note)))})")
+            self.say(f"({'; '.join(filter(None, (reply.usage, self.chat.note)))})")
 
 
 def harmless(text: str) -> str:

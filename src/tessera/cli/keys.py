@@ -4,10 +4,7 @@ from pathlib import Path
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file that holds one per line; a line that begins with # is a comment.
-
-    Raise ValueError if it is not UTF-8 text, holds no key, or holds a key that clients cannot send.
-    """
+    """Return the keys of a file that holds one per line; a line that begins with # is a comment."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:

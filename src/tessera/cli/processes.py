@@ -33,11 +33,7 @@ class ProcessFlags:
     """With --coordinator: seconds to wait for the other processes to start."""
 
     def check_processes(self):
-        """Return this process's place among the processes; None without --coordinator.
-
-        Raises:
-            ValueError: a flag is missing or out of range, or needs --coordinator.
-        """
+        """Return this process's place among the processes; None without --coordinator."""
         from tessera.core.processes import place
 
         if not 0 < self.wait_s <= MOST_WAIT_S:
@@ -64,10 +60,7 @@ class ProcessFlags:
 
 
 def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
-    """Connect to the other processes, check that their `facts` are equal, call `run` and return its exit code.
-
-    Every process calls this with its own `place`.
-    """
+    """Connect to the other processes, check that their `facts` are equal, call `run` and return its exit code."""
     from tessera.core.processes import FAILED, join
 
     lifeline, status = join(place, facts, wait_s), FAILED

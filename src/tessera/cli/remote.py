@@ -13,10 +13,7 @@ HERE = ("model", "attention", "plan", "dtype", "mesh", "kv_dtype", "weights", "p
 
 @contextmanager
 def conversation(flags: Any, say: Callable[[str], Any]):
-    """Connect to the server that the flags of `tessera chat` name, and open a conversation; `say` prints a remark.
-
-    Raise ValueError if a flag in HERE was given, or the server cannot be reached or refuses the API key.
-    """
+    """Connect to the server that the flags of `tessera chat` name, and open a conversation; `say` prints a remark."""
     from tessera.core.extras import require
 
     require("httpx2", "serve")

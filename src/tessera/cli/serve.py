@@ -117,7 +117,7 @@ class Serve(Command):
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
 
     def check_given(self) -> None:
-        """Raise ValueError if a flag is empty, as an unset variable in a script is, or the name cannot be shown."""
+        """Refuse a flag that is empty, as an unset variable in a script is, and a name that cannot be shown."""
         for name in ("host", "name"):
             if getattr(self, name) == "":
                 raise ValueError(f'--{name} "" is empty: give it a value, or leave out --{name}')
@@ -206,7 +206,6 @@ class Serve(Command):
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine can connect to an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tessera.runtime.requests import Event
+from tessera.serve import asking
 from tessera.serve.api.openapi import HEADERS, describe, described
 from tessera.serve.api.openapi import page as reference
 from tessera.serve.api.protocol import (
@@ -28,7 +29,6 @@ from tessera.serve.api.protocol import (
 from tessera.serve.api.replies import Reply
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Speech
-from tessera.serve.asking import bias_of, encode_prompt, guide_for, render, requests_of, shown_ids, speech_of
 from tessera.serve.edge import server
 from tessera.serve.edge.front import TENANT
 from tessera.serve.edge.turns import in_turn, unless_gone
@@ -36,8 +36,7 @@ from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.page import page
 from tessera.serve.response import ChoiceState, Stream, all_ends, echoes_of, put_prompts, stream, usage_of
 from tessera.serve.service import Service
-from tessera.serve.site import JSONResponse, Site, check_model, refusal_response
-from tessera.serve.token_routes import add_tokens
+from tessera.serve.site import JSONResponse, Site, check_model, refusal_response, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def create(site: Site) -> FastAPI:
     async def completions(request: Request) -> Response:
         body = await site.bodies.of(request, CompletionBody)
         check_model(site, body.model)
-        encoding = partial(encode_prompt, add_special=body.add_special_tokens)
+        encoding = partial(asking.encode_prompt, add_special=body.add_special_tokens)
         # one turn per prompt: otherwise a request with 64 long prompts would hold the tokenizer for seconds
         prompts = [
             await in_turn(request, site.encoding, encoding, site, prompt, f"prompt {index}")
@@ -78,7 +77,7 @@ def create(site: Site) -> FastAPI:
     async def chat(request: Request) -> Response:
         body = await site.bodies.of(request, ChatBody)
         check_model(site, body.model)
-        tokens = await in_turn(request, site.encoding, render, site, body)
+        tokens = await in_turn(request, site.encoding, asking.render, site, body)
         return await _answer(request, site, body, [tokens])
 
     served = {"id": site.name, "object": "model", "created": int(time.time()), "owned_by": "tessera"}
@@ -94,7 +93,7 @@ def create(site: Site) -> FastAPI:
         return served
 
     _add_pages(app)
-    add_tokens(app, site)
+    _add_tokens(app, site)
     _add_state(app, site.service)
     return app
 
@@ -140,13 +139,62 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
 
+def _add_tokens(app: FastAPI, site: Site) -> None:
+    @app.post("/tokenize", openapi_extra=described(TokenizeBody))
+    async def tokenize(request: Request) -> dict:
+        body = await site.bodies.of(request, TokenizeBody)
+        check_model(site, body.model)
+        if body.parts is None:
+            tokens = await in_turn(request, site.encoding, asking.render, site, body)
+        else:
+            encode = partial(asking.encode_parts, add_special=body.adds_special, parse_special=body.parse_special)
+            tokens = await in_turn(request, site.encoding, encode, site, body.parts)
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
+        if body.return_token_strs:
+            found["token_strs"] = [tokenizer_of(site).backend.id_to_token(token) for token in tokens]
+        if body.with_pieces:
+            found["tokens"] = [{"id": token, "piece": _piece(site, token)} for token in tokens]
+        return found
+
+    @app.post("/apply-template", openapi_extra=described(ChatBody))
+    async def apply_template(request: Request) -> dict:
+        body = await site.bodies.of(request, ChatBody)
+        check_model(site, body.model)
+        return {"prompt": await in_turn(request, site.encoding, asking.templated, site, body)}
+
+    @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
+    async def detokenize(request: Request) -> dict:
+        body = await site.bodies.of(request, DetokenizeBody)
+        check_model(site, body.model)
+        tokenizer = tokenizer_of(site)
+        if (last := max(body.tokens, default=0)) >= tokenizer.vocab_size:
+            said = f"tokens has {last}: token ids are from 0 to {tokenizer.vocab_size - 1}"
+            raise Refusal(400, said, param="tokens")
+        text = tokenizer.decode(body.tokens, skip_special=False)
+        return {"prompt": text, "content": text}  # for vLLM's clients and for llama.cpp's
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict:
+        specials = tokenizer_of(site).specials
+        return {name: specials.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+
+
+def _piece(site: Site, token: int) -> str | list[int]:
+    """Return the text of a token or, for a part of a character, its bytes, as llama.cpp does."""
+    spelt = tokenizer_of(site).token_bytes(token)
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError:
+        return list(spelt)
+
+
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
-    guide = await guide_for(request, site, body)
-    bias = await in_turn(request, site.encoding, bias_of, site, body) if body.biases else {}
-    asked = requests_of(site, body, prompts, bias, guide, request.scope.get(TENANT, ""))
+    guide = await asking.guide_for(request, site, body)
+    bias = await in_turn(request, site.encoding, asking.bias_of, site, body) if body.biases else {}
+    asked = asking.requests_of(site, body, prompts, bias, guide, request.scope.get(TENANT, ""))
     chat, tokenizer, logged = isinstance(body, ChatBody), site.model.tokenizer, body.ranks is not None
     if chat:
-        shown = shown_ids(tokenizer, body)
+        shown = asking.shown_ids(tokenizer, body)
         asked = [replace(one, shown=one.shown | shown) for one in asked]
     answers = [
         ChoiceState(
@@ -154,7 +202,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
             prompt=index // body.n,
             policy=partial(site.service.policy_of, one),
             prompt_tokens=len(one.prompt),
-            speech=speech_of(tokenizer, body, one.prompt, guided=guide is not None) if chat else Speech(),
+            speech=asking.speech_of(tokenizer, body, one.prompt, guided=guide is not None) if chat else Speech(),
             tokens=[] if logged else None,
         )
         for index, one in enumerate(asked)

@@ -210,12 +210,12 @@ def requests_of(
 def speech_of(tokenizer: Tokenizer | None, body: ChatBody, prompt: Sequence[int], *, guided: bool) -> Speech:
     """Return the splitter of the answer, which with a grammar has no reasoning, and no call but a forced one."""
     if guided or tokenizer is None:
-        return Speech(forced=guided and body.forced, tools=dict(schemas(body.offered)) if body.forced else None)
+        return Speech(forced=guided and body.forced, tools=schemas(body.offered) if body.forced else None)
     end = tokenizer.decode(prompt[-LAST:], skip_special=False).rstrip()
     begun = "".join(body.messages[-1].texts) if body.continue_final_message else ""
     thinking = (pair for pair in THOUGHTS if end.endswith(pair[0]) or begun.rfind(pair[0]) > begun.rfind(pair[1]))
     return Speech(
-        dict(schemas(body.offered)),
+        schemas(body.offered),
         single=body.parallel_tool_calls is False,
         thoughts=THOUGHTS,  # of any model: fine-tuning teaches reasoning without a word in the template
         thinking=next(thinking, None),

@@ -71,7 +71,8 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S, exit_s=EXIT_S)
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._worker, folder)
+        weakref.finalize(self, folder.cleanup)
+        weakref.finalize(self, self._worker.close)  # which reads the folder's file, and so ends first
 
     def guides(self, form: Form) -> Callable[[], Guide]:
         """Return a function that makes, for each answer, a `Guide` to follow `form`; raise ValueError if it is wrong,
@@ -110,11 +111,6 @@ class Grammars:
         if "error" in reply:
             raise _refused(reply["error"], name)
         return reply["grammar"]
-
-
-def _close(worker: Worker, folder: tempfile.TemporaryDirectory) -> None:
-    worker.close()
-    folder.cleanup()
 
 
 @dataclass

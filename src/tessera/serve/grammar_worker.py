@@ -19,7 +19,6 @@ import llguidance
 from llguidance import gbnf_to_lark as gbnf
 
 MEMORY_BYTES = 2 << 30
-"""Maximum bytes of this process's address space."""
 STACK_BYTES = 1 << 20
 """Stack size of the compiling thread: an eighth of the server's. A schema that compiles here cannot overflow the
 server's stack."""

@@ -14,12 +14,9 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 """Upper bounds of the buckets of the latency histograms, in seconds."""
 TENTHS = tuple(tenth / 10 for tenth in range(1, 11))
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of Prometheus' text format."""
 
 
 class Metrics:
-    """Metrics of one engine's server."""
-
     def __init__(self):
         self.registry = CollectorRegistry()
         gauge, counter, histogram = (partial(kind, registry=self.registry) for kind in (Gauge, Counter, Histogram))

@@ -30,7 +30,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 BLOCK, LANGUAGE = "```", "json"
 """Mark of a code block in Markdown, and the language that it may name."""
 BETWEEN = string.whitespace + ",;"
-"""Characters that may separate calls."""
 
 NAME = r"[\w.-]{1,128}"
 FUNCTION = re.compile(rf'\s*+<function(?:=|\s+name=")({NAME})"?>\s*+')
@@ -143,7 +142,6 @@ def _objects(text: str, at: int, tools: Tools) -> Found | None:
 
 
 def _block(text: str, at: int, tools: Tools) -> Found | None:
-    """Read calls as JSON in a code block."""
     at += len(LANGUAGE) * text.startswith(LANGUAGE, at)
     return None if text.startswith(BLOCK, past(text, at)) else _objects(text, at, tools)
 

@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tessera.serve.api.call_forms import BARE, BLOCK, FORMS, LANGUAGE, LEFT, Call, Form, Tools, call_of, past, value_at
@@ -88,7 +88,6 @@ def _next(text: str, at: int, start: bool) -> tuple[int, Form] | None:
 
 
 def _calls(text: str, form: Form, at: int, tools: Tools) -> tuple[list[dict[str, Any]], int] | None:
-    """Return the calls after a mark and where they end; None if there are none or one is not valid."""
     found = form.read(text, at, tools)
     if found is None or not all(_valid(call, tools, form.sure) for call in found.calls):
         return None
@@ -149,7 +148,5 @@ def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def schemas(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the schema of the parameters of each tool of a request."""
-    for tool in tools:
-        yield tool["function"]["name"], tool["function"].get("parameters") or {}
+def schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

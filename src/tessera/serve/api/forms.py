@@ -16,7 +16,6 @@ from tessera.serve.api.schema import Refusal, Schema
 FORM_CHARACTERS = 1 << 16
 """Maximum characters of a schema, regex or grammar. For some larger ones, llguidance takes seconds."""
 MAX_CHOICES = 1024
-"""Maximum number of texts from which the answer must be chosen."""
 
 JsonText = dict[str, Any] | Annotated[str, Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]

@@ -23,7 +23,6 @@ from tessera.serve.api.schema import Refusal, Schema
 from tessera.serve.api.tools import call_schema
 
 MAX_CHOICES, MAX_PROMPTS = 8, 64
-"""Maximum number of answers to one prompt, and of prompts in one completion request."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
 CHARACTERS = 128
@@ -31,7 +30,6 @@ CHARACTERS = 128
 COMPLETION_TOKENS = 16
 """Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 MAX_VARIABLES = 64
-"""Maximum number of variables for the chat template in one request."""
 RESERVED = {"self", "messages", "tools", "add_generation_prompt", "continue_final", "parse_special", "tokenizer"}
 """Names that `chat_template_kwargs` may not have."""
 
@@ -50,7 +48,6 @@ Mixed = Annotated[list[Id | Text], Field(min_length=1, fail_fast=True), AfterVal
 """One prompt of token ids and texts, as llama.cpp takes it."""
 Prompts = Annotated[list[str | Ids | Mixed], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = str | list[int] | list[int | str]
-"""A prompt: a text, token ids, or both."""
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasMap = Annotated[dict[Stop, Bias | Literal[False]], Field(max_length=MAX_BIASES)]

@@ -51,7 +51,6 @@ class Refusal(Exception):
         self.status, self.param, self.retry_s = status, param, retry_s
 
     def body(self) -> dict[str, Any]:
-        """Return the response's JSON: OpenAI's error object."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}

@@ -77,7 +77,6 @@ def _call_of(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a JSON schema and all schemas inside it."""
     if isinstance(schema, list):
         for part in schema:
             yield from subschemas(part)

@@ -48,7 +48,6 @@ MAX_CONNECTIONS = 1000
 ACCEPTED = 32
 """Maximum number of connections to accept at a time. Meanwhile, other requests wait."""
 UNACCEPTED = 2048
-"""Maximum number of connections that wait to be accepted."""
 DRAIN_S = 30.0
 """Maximum seconds for which the server waits for open requests after SIGTERM."""
 
@@ -323,6 +322,5 @@ def take_signals(server: Server) -> None:
 
 
 def address(bound: socket.socket) -> str:
-    """Return the URL of a socket from `listen`."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

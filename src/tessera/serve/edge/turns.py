@@ -24,7 +24,6 @@ class Turns:
         self._own: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run[Result](self, tenant: str, work: Callable[..., Result], *args: object) -> Result:
-        """Call `work` on the thread when it is the tenant's turn, and return the result."""
         begun = False
 
         def call() -> Result:

@@ -44,7 +44,6 @@ GIVE_TOKEN = (
     "run `ray get-auth-token --generate` on one machine, copy ~/.ray/auth_token to the others, and restart Ray on all "
     f"with {TOKEN_MODE}=token; {TOKEN_MODE}=disabled accepts a cluster that runs code for everyone who can reach it"
 )
-"""End of the errors about a missing token."""
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 """Bytes of Ray's object store on this machine, just above Ray's minimum of 75 MiB: replicas store nothing there."""

@@ -41,7 +41,6 @@ class Relay:
         self._encoding = Turns()  # the tokenizer is not thread-safe
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request whose body is one message (see `Front`); stop at once if the client disconnects."""
         body = (await receive()).get("body", b"")
         with suppress(Refusal):  # of a client that is gone
             await unless_gone(receive, self._respond(scope, body, send))

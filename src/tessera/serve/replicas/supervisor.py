@@ -23,7 +23,6 @@ from tessera.serve.replicas.summed import Totals, counted, parsed
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 1.0
-"""Seconds between two health checks of a replica."""
 ANSWER_S = 10.0
 """Maximum seconds of a health check. This is generous, because all cores of the replica's machine may be busy."""
 METRICS_S = 5.0
@@ -66,8 +65,6 @@ class Ended(Exception):
 
 
 class Counting:
-    """What counts its open requests."""
-
     open = 0
 
     @contextmanager
@@ -208,12 +205,6 @@ class Replicas(Counting):
             if answer.status_code == 200 and replica.url == url:  # else its process has ended, and has been counted
                 replica.metrics = parsed(answer.text)
 
-    def _forget(self, replica: Replica) -> None:
-        """Abort the open requests of a replica's process, and keep only its counters."""
-        replica.lose()
-        self._totals.end(replica.metrics)
-        replica.url, replica.metrics = "", []
-
     async def _keep(self, replica: Replica) -> None:
         """Run one replica's cycle. If the first start fails or the launcher has ended, raise that error."""
         pause = PAUSES_S[0]
@@ -236,7 +227,9 @@ class Replicas(Counting):
                 self.lost, retired = self.lost + 1, False
                 logger.warning("replica %d is lost (%s): starting another", replica.index, error)
             replica.retired += retired
-            self._forget(replica)
+            replica.lose()
+            self._totals.end(replica.metrics)
+            replica.url, replica.metrics = "", []
             await self.launcher.stop(replica.index, lost=not retired)
             if not retired:
                 await asyncio.sleep(pause)
