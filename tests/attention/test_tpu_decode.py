@@ -190,7 +190,8 @@ def ranges_and_bytes(cut, positions: Positions, selection: Selection | None):
     """Return each row's key ranges and the bytes copied for them, as `launch` computes both."""
     lists = None if selection is None else decode_blocks.list_units(cut, selection)
     ranges = decode_blocks.find_ranges(cut, positions, lists)
-    return ranges, decode_blocks.bytes_copied(cut, ranges, 2)
+    units = (ranges.hi + cut.unit - 1) // cut.unit - ranges.lo // cut.unit  # copied once each
+    return ranges, units.sum() * (2 * cut.unit * cut.head_dim * 2)
 
 
 def long_call(role: str, head_dim: int, tile: int) -> tuple[AttentionSpec, Shapes]:

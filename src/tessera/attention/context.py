@@ -67,13 +67,8 @@ class Stripes(NamedTuple):
         rest = length % self.chunk - device * self.width
         return length // self.chunk * self.width + jnp.clip(rest, 0, self.width)
 
-    def deal(self, x: Array, axis: int) -> Array:
-        """Reorder an axis of S positions to the order in which the mesh stores it: by device, then by slot."""
-        split = x.reshape(*x.shape[:axis], -1, self.parts, self.width, *x.shape[axis + 1 :])
-        return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
-
     def gather(self, x: Array, axis: int) -> Array:
-        """Invert `deal`: reorder an axis that is stored by device, then by slot, to the order of positions."""
+        """Reorder an axis that the mesh stores by device, then by slot, to the order of positions."""
         split = x.reshape(*x.shape[:axis], self.parts, -1, self.width, *x.shape[axis + 1 :])
         return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
 
@@ -91,14 +86,10 @@ def attend(
     positions: Positions,
     selection: Selection | None,
 ) -> AttentionOut:
-    """Compute `attention` over keys and values in the order of `Stripes.deal`, on the current mesh.
+    """Compute `attention` over keys and values that are dealt in stripes, on the current mesh.
 
     In prefill, the rows are one chunk: q_start is a multiple of w * C, and T = w * C. The results equal those of one
     device that holds all keys in order of position. Selections and masses refer to tiles by their absolute ids.
-
-    Raises:
-        ValueError: T, S, the tile or the query tile does not fit the stripes, or the call has a window, pages or int8
-            keys.
     """
     stripes = Stripes(spec.stripe, traced_stripes())
     check(q_BTNH.shape[1], kv, spec, stripes, sparse=selection is not None)
@@ -304,10 +295,7 @@ def localise(
 ) -> Selection:
     """Return the listed tiles that device `rank` holds at an index in [low, high) of its cache, as that index - `low`.
 
-    Args:
-        selection: lists of absolute tile ids [B,K,I,C].
-        low, high: bounds per sequence [B], in tiles of the device's cache.
-        most: upper bound on high - low, the capacity of the new lists.
+    The bounds [B] count tiles of the device's cache; `most`, at least high - low, bounds the new lists' capacity.
     """
     tiles, count = selection
     position = tiles * tile

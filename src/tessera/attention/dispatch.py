@@ -175,11 +175,7 @@ def explain(
 
 
 def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, **where: str | None) -> Kernel:
-    """Return the kernel that `explain` marks as chosen; `where` passes `platform` and `capability` on to `explain`.
-
-    Raises:
-        ValueError: no kernel can run the call, or the named backend cannot; the message gives the reasons.
-    """
+    """Return the kernel that `explain`, which also gets `where`, marks as chosen; a ValueError gives the refusals."""
     choices = explain(spec, shapes, **where, backend=backend)
     tried = list(zip(KERNELS, choices, strict=True))
     for kernel, choice in tried:
@@ -240,10 +236,7 @@ def check_pages(q: Array, kv: KeyValues, spec: AttentionSpec, *, has_selection: 
 
 
 def check_scales(k: Array, v: Array, scales: Array, axes: str) -> None:
-    """Raise ValueError unless k and v are int8 and their scales are bfloat16 of the right shape.
-
-    `axes` names the axes of the scales in the message.
-    """
+    """Raise ValueError unless k and v are int8 and their scales, whose axes are `axes`, are bfloat16 and fit."""
     if not k.dtype == v.dtype == jnp.int8:
         raise ValueError(f"scales need int8 keys and values, got {k.dtype} and {v.dtype}")
     shape = (*k.shape[:2], 2, k.shape[2])

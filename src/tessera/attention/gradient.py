@@ -51,11 +51,8 @@ def row_gradients(
 def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Array, Array, Array]]) -> Callable:
     """Return dense(q, k, v, positions, spec, config): `attend`, with `gradients` as its custom gradient.
 
-    The forward pass saves only its inputs and its result.
-
-    Args:
-        attend: (q, k, v, positions, spec, config) -> result, an `AttentionOut` or a tuple of arrays.
-        gradients: (q, k, v, result, cotangents, spec, positions, config) -> dq, dk, dv.
+    The forward pass saves only its inputs and its result, which gradients(q, k, v, result, cotangents, spec, positions,
+    config) gets.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -16,14 +16,9 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """Range of NVIDIA compute capabilities that a kernel runs on.
+    """Range of NVIDIA compute capabilities that a kernel runs on, both ends included; most=None means no limit."""
 
-    Attributes:
-        name: text of the range for error messages, e.g. "9.0 (Hopper)".
-        least, most: lowest and highest capability, both included; most=None means no upper limit.
-    """
-
-    name: str
+    name: str  # for error messages, e.g. "9.0 (Hopper)"
     least: float
     most: float | None = None
 
@@ -140,11 +135,8 @@ class Kernel:
     ) -> str | None:
         """Return why the kernel cannot run the call; None if it can.
 
-        Args:
-            spec, shapes: options and sizes of the call.
-            platform: platform that the call runs on: "cpu", "gpu" or "tpu"; None skips this check.
-            capability: compute capability of the GPU; None (unknown, or no GPU) skips this check.
-            automatic: whether the call names no backend, so that `automatic_limit` applies.
+        If platform ("cpu", "gpu" or "tpu") or capability (of the GPU) is None, it is not checked. An `automatic` call
+        names no backend, so `automatic_limit` applies.
         """
         if self.role != (role := role_of(spec, shapes)):
             return f"its role is {self.role}, but the call's is {role}"
@@ -183,14 +175,9 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
 def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
     """Yield one config per way to cut the call into blocks: of configs with equal `cut`, the nearest to the default.
 
-    The candidates are all combinations of the values in `axes` and the default's own values. A field that does not
-    affect the call (such as a block longer than all keys) stays at its default value, so a search that changes one
-    field at a time still finds every cut.
-
-    Args:
-        default: the default config, a dataclass.
-        axes: maps a field's name to the values to try.
-        cut: config -> a hashable description of the blocks that the kernel makes with it.
+    The candidates are all combinations of the values in `axes` (by name of the field) and the default's own values. A
+    field that does not affect the call (such as a block longer than all keys) stays at its default value, so a search
+    that changes one field at a time still finds every cut.
     """
 
     def nearest_first(name: str) -> list:

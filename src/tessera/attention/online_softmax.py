@@ -39,9 +39,8 @@ def init_state(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
 def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "..."]:
     """Multiply matrices (the last two axes) with float32 sums; all leading axes are batch axes.
 
-    Axis contract_a of `a` is contracted with axis contract_b of `b`. For 16-bit matrix units, a float32 left operand
-    (probabilities) is rounded to the dtype of the right operand. On CPU, 16-bit operands are widened to float32
-    instead, because XLA's float32 product is faster there (LOG.md).
+    For 16-bit matrix units, a float32 left operand (probabilities) is rounded to the right operand's dtype. On CPU,
+    16-bit operands are widened instead, because XLA's float32 product is faster there (LOG.md).
     """
     batch = tuple(range(a.ndim - 2))
     dims = (((contract_a % a.ndim,), (contract_b % b.ndim,)), (batch, batch))

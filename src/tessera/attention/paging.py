@@ -37,10 +37,7 @@ def whole_pages(kv: KeyValues, block_s: int) -> int:
 
 
 def padded(kv: KeyValues, block_s: int) -> KeyValues:
-    """Pad the keys of a `flat` record to a multiple of block_s.
-
-    Paged keys are padded with page 0, which may hold anything, so kernels must mask the padding.
-    """
+    """Pad the keys of a `flat` record to a multiple of block_s; page 0, the padding of pages, may hold anything."""
     extra = -kv.num_keys % block_s
     if kv.pages is not None:
         return kv._replace(pages=jnp.pad(kv.pages, [(0, 0), (0, extra // kv.k.shape[-2])]))
@@ -49,10 +46,9 @@ def padded(kv: KeyValues, block_s: int) -> KeyValues:
 
 
 def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> KeyValues:
-    """Copy keys [start, start + size) of entries [x, x + heads) along X out of a `flat` record.
+    """Copy keys [start, start + size), whole pages of them, of entries [x, x + heads) along X of a `flat` record.
 
-    The copied k and v are [heads,size,H], and their scales [heads,2,size]. If the keys are paged, start and size must
-    be multiples of the page size.
+    The copied k and v are [heads,size,H], and their scales [heads,2,size].
     """
     zero = jnp.int32(0)  # not a Python 0, which is an int64 if JAX allows 64-bit types
     if kv.pages is None:
@@ -70,10 +66,9 @@ def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> 
 
 
 def read_positions(kv: KeyValues, start: Array, size: int) -> KeyValues:
-    """Copy positions [start, start + size) of every sequence: k and v [B,K,size,H], scales [B,K,2,size].
+    """Copy positions [start, start + size), whole pages of them, of every sequence: k and v [B,K,size,H], scales alike.
 
-    Unlike `take_block`, this function keeps the axis of KV heads, which a mesh may split. If the keys are paged, start
-    and size must be multiples of the page size.
+    Unlike `take_block`, this function keeps the axis of KV heads, which a mesh may split.
     """
     if kv.pages is None:
         k, v, scales = (

@@ -28,11 +28,7 @@ def platform() -> str:
 
 
 def local_shapes(shapes: Shapes) -> Shapes:
-    """Return the call's shapes on one device, which holds only its share of the heads.
-
-    Raises:
-        ValueError: the number of KV heads is not a multiple of the number of devices.
-    """
+    """Return the call's shapes on one device, which holds only its share of the heads; raise ValueError if uneven."""
     parts = traced_head_parts()
     if shapes.num_kv_heads % parts:
         raise ValueError(

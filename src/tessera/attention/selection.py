@@ -27,14 +27,10 @@ SLACK = 1e-3
 float32 errors never add a tile."""
 
 OWN = 2**31 - 2
-"""Rank of tiles that hold the query tile's own positions: above the rank of every mass. `keep_largest` adds 1 to ranks,
-and OWN + 1 still fits in int32.
-"""
+"""Rank of tiles that hold the query tile's own positions: above every mass. `keep_largest` adds 1, still an int32."""
 
 ALWAYS = OWN - 1
-"""Rank of local and sink tiles: above the rank of every mass and below OWN, so that a list that is too short drops own
-tiles last.
-"""
+"""Rank of local and sink tiles: above every mass but below OWN, so that a short list drops own tiles last."""
 
 WORD = 32
 """Bits of an unsigned integer; each bit marks one tile."""
@@ -150,11 +146,7 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return a list length C that holds every list of `select_tiles` with this budget, anywhere among num_keys keys.
-
-    Raises:
-        ValueError: the fraction is traced, or an argument is out of range.
-    """
+    """Return a list length C that holds every list of `select_tiles` with this budget, anywhere among num_keys keys."""
     if isinstance(fraction, jax.core.Tracer):
         raise ValueError("a traced fraction gives no static list length: pass capacity to select_tiles")
     check_budget(fraction, minimum, local, sinks)
@@ -273,10 +265,7 @@ def _later(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _nth_bit(word: Array, nth: Array) -> Int32[Array, "B K I C"]:
-    """Find the position of the nth set bit (counted from 1) of a 32-bit word by bisection.
-
-    The result is 31 if fewer than n bits are set.
-    """
+    """Bisect a 32-bit word for the position of its nth set bit, counted from 1; 31 if fewer than n bits are set."""
     position = jnp.zeros(word.shape, jnp.int32)
     for width in (16, 8, 4, 2, 1):
         low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(jnp.int32)

@@ -5,9 +5,5 @@ import jax
 
 
 def simulated_by(interpreter: type) -> bool:
-    """Return whether the kernel being traced will run in a given Pallas interpreter, which lacks some operations.
-
-    Args:
-        interpreter: class of the interpreter's parameters, `pltpu.InterpretParams` or `plgpu.InterpretGPUParams`.
-    """
+    """Return whether the kernel being traced will run in the Pallas interpreter whose parameters have this class."""
     return isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, interpreter)

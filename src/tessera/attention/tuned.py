@@ -93,9 +93,6 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
     """Return the kernel's Config for a call: from the table of the device that the program is traced for, or the
     kernel's default if no row applies.
-
-    Raises:
-        ValueError: the table's row does not fit the kernel's Config.
     """
     for row in table(device()):
         if row.holds(kernel.name, spec, shapes):
@@ -104,11 +101,7 @@ def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
 
 
 def built(row: Row, kernel: Kernel) -> Any:
-    """Build the kernel's Config from a row.
-
-    Raises:
-        ValueError: the row has fields that Config lacks, lacks fields that Config needs, or has a value out of range.
-    """
+    """Build the kernel's Config from a row, or raise ValueError if the row does not fit it."""
     try:
         return kernel.Config(**row.config)
     except (TypeError, ValueError) as error:
@@ -116,8 +109,7 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """Return the name of the table for the device that the program is traced for: "v6e", "h200", or a CPU's name as in
-    evidence/."""
+    """Name the table of the device that the program is traced for: "v6e", "h200", or a CPU's name as in evidence/."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
     chip = hardware.chip(kind)
@@ -128,7 +120,7 @@ def device() -> str:
 
 @functools.cache
 def this_cpu() -> str:
-    """Return the name of the table for this host's CPU; cached, because the look-up reads /proc."""
+    """Name the table of this host's CPU; cached, because the look-up reads /proc."""
     return hardware.device_slug()
 
 
@@ -140,11 +132,7 @@ def table(name: str) -> tuple[Row, ...]:
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """Read the rows of a table file.
-
-    Raises:
-        ValueError: a line is not a row; the message gives the line number.
-    """
+    """Read the rows of a table file; a ValueError names the first line that is not a row."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:

@@ -72,8 +72,7 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the two warpgroups share 64 keys, each with half of the columns. With a softcap, which takes 32
-        registers, 128 keys would not fit at head dim 128."""
+        """Whether the warpgroups share 64 keys, each with half of the columns: a softcap takes 32 registers."""
         return self.head_dim == 128 and self.spec.softcap is not None
 
     @property
@@ -157,8 +156,7 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """Return the mask [keys, rows] of a causal call and its window, if any; kv_len and q_len are ignored. Rows begin at
-    position `first`, keys at `start`."""
+    """Mask [keys, rows] by causality and window, not by kv_len or q_len; rows begin at `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)
@@ -173,11 +171,7 @@ def sweep(blocks: Blocks, step, carry):
 
 
 def stages_of(free, count: Array, issue) -> None:
-    """Call issue(c, slot) for c in [0, count), where slot = c % STAGES is the buffer that the call fills.
-
-    Before a buffer is filled again, wait on the barrier free[slot] until the buffer has been read. At the end, wait for
-    the last buffers.
-    """
+    """Call issue(c, slot) for c in [0, count), each once buffer slot = c % STAGES is free; await the last buffers."""
 
     def step(c, _):
         slot = jax.lax.rem(c, STAGES)

@@ -374,11 +374,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: for q, for K and V (later the result), tile sums and barriers.
-
-    Int8 keys and values take half as much per stage, but also need room for one converted block of each, and for their
-    scales.
-    """
+    """Return a thread block's bytes of shared memory: for q, for K and V (later the result), tile sums and barriers."""
     head_dim, scales = cut.shapes.head_dim, 0
     blocks = config.stages * config.block_s
     if cut.shapes.scaled:

@@ -174,11 +174,7 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
 def merge_splits(
     out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Merge the partial results of all splits; return the values and, in every column, log2 of the whole sum.
-
-    `out` holds softmax-weighted values, 0 where the split saw no key, and `lse` log2 of each split's sum of
-    exponentials, in every column of a row, -inf where the split saw no key; all but the values are float32.
-    """
+    """Merge the splits' softmax-weighted values and their lse (bits, in every column); 0 and -inf mean no key seen."""
     rows, size = out.shape[1:], out[0].size
     flat = [flatten(x) for x in (out, lse)]
     merged = plgpu.kernel(
@@ -225,11 +221,7 @@ def merge_stretch(index, out_ref, lse_ref, merged_ref, merged_lse_ref) -> None:
 def fold(load: Callable, splits: int, state: tuple, at_once: int = AT_ONCE) -> tuple:
     """Return the state (m, sum of weights 2^(lse - m), weighted sums of values) after all splits.
 
-    Args:
-        load: split -> (lse, values ...), with as many values as the state has weighted sums.
-        splits: number of splits.
-        state: state before the first split: m is FLOOR, the sums are 0.
-        at_once: splits whose loads are in flight together.
+    load(split) returns (lse, values ...); the loads of `at_once` splits are in flight together.
     """
 
     def absorb(first, count: int, state: tuple) -> tuple:
@@ -271,15 +263,10 @@ def merge_and_weigh(
     positions: Positions,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H"], Float[Array, "B K 1 J"]]:
-    """Merge partial results like `merge_splits`, and also return the mass of every tile.
+    """Merge partial results like `merge_splits`, and also return the mass of every tile, 0 for tiles that no row sees.
 
-    A tile's mass is 2^(bank - lse) summed over rows and the tile's units; 0 for tiles that no row sees.
-
-    Args:
-        out, lse: partial results, as `merge_splits` takes them.
-        bank: log2 of each unit's sum of exponentials, per row of a product, for `stored_units(cut)` units; units that
-            no row sees may hold anything.
-        totals: lse in bits, once per row of a product; -inf where the split saw no key.
+    `bank` is log2 of each unit's sum of exponentials per row of a product; units that no row sees may hold anything.
+    `totals` is lse in bits, once per row; -inf where the split saw no key.
     """
     flat = [flatten(x) for x in (out, lse)]
     rows, size = out.shape[1:], out[0].size
@@ -360,10 +347,9 @@ def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
 
 
 def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Array]:
-    """Compute 2^(bank - lse), summed over each tile's units, for the rows of one product.
+    """Compute 2^(bank - lse), summed over each tile's units, for the product `at` (sequence, KV head, part).
 
-    Return one array [64 tiles, rows] per entry of `firsts`, which holds the first tile of each load. `at` is (sequence,
-    KV head, part); `part` is the number of the product among those of the KV head.
+    Return one array [64 tiles, rows] per entry of `firsts`, which holds the first tile of each load.
     """
     sequence, head, part = at
     bits = [

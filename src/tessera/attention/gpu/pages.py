@@ -23,17 +23,10 @@ def piece_of(size: int, page: int | None) -> int:
 
 
 def places(table: Any, sequence: Any, start: Any, size: int, page: int | None) -> list[tuple[Any, Any]]:
-    """Return the place of each copy of `piece_of(size, page)` keys: (first index of the pool, key in the page).
+    """Return the place (first index of the pool, key in the page) of each copy of `piece_of(size, page)` keys.
 
-    If `page` is None, the only place is (sequence, start). Positions past the table's last page are read from that
-    page; callers must mask them, like all keys at or past kv_len.
-
-    Args:
-        table: reference to the page table [B,J]; None if keys are contiguous.
-        sequence: row of the table.
-        start: position of the first key, a multiple of `piece_of(size, page)`.
-        size: number of keys.
-        page: positions per page; None if keys are contiguous.
+    `start` is a multiple of that size. If `page` is None, the only place is (sequence, start). Positions past the
+    table's last page are read from that page; callers must mask them, like all keys at or past kv_len.
     """
     if page is None:
         return [(sequence, start)]

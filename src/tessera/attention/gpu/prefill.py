@@ -264,10 +264,7 @@ class Rows(NamedTuple):
         return self.weigh(s, c, m, l)
 
     def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
-        """Run a softmax update with the scores s of block c: return new m, new l, the factor on acc, and the weights.
-
-        In the score role, also write `bits`.
-        """
+        """Update the softmax with block c's scores and write any `bits`: return new m and l, acc's factor, weights."""
         cut = self.cut
         s, factor = in_bits(s, cut)
         s = self.hide(s, c) if masked else s
@@ -299,10 +296,7 @@ class Rows(NamedTuple):
         return jnp.where(seen, s, -jnp.inf)
 
     def clear_values(self, c: Array) -> None:
-        """If block c reaches past kv_len, zero its values from there on.
-
-        Warpgroup 0 writes the zeros; both compute warpgroups wait until they are written.
-        """
+        """If block c reaches past kv_len, zero its values from there on: warpgroup 0 writes, both wait."""
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 
@@ -450,11 +444,7 @@ def body(*refs, cut: Cut):
 
 
 def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
-    """Launch the kernel for q's rows [skipped, skipped + rows).
-
-    Return out [B,rows,N,H], lse [B,N,rows] in bits and, if spec.mass, bits [B,N,units,rows]; the last axes of lse and
-    bits are padded to whole thread blocks.
-    """
+    """Launch the kernel for q's rows [skipped, skipped + rows); return the outputs, padded to whole thread blocks."""
     batch, _, num_heads, head_dim = q.shape
     blocks, config = ceil_div(rows, BLOCK_T), cut.config
     out = [
@@ -537,10 +527,9 @@ def score_rows(
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Return the query rows per chunk, in whole thread blocks and whole query tiles.
+    """Return the query rows per chunk, in whole thread blocks and query tiles.
 
-    If possible, a chunk's `bits` hold at most BITS numbers and no more numbers than q does, and a chunk has at most
-    gpu_mass.MOST_TILES query tiles.
+    If possible, a chunk's `bits` hold at most BITS numbers and no more than q does.
     """
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
     bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
@@ -554,8 +543,7 @@ def natural(lse: Array, num_queries: int) -> Array:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass. Dense calls on contiguous keys in q's dtype are
-    differentiable."""
+    """Run dense prefill, or the score role if spec.mass; `dense` runs the calls that it can: it is differentiable."""
     lengths = jnp.minimum(positions.kv_len, kv.num_keys), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
     if spec.mass or kv.scales is not None or kv.pages is not None:
@@ -589,10 +577,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
-    """Return the bytes of shared memory for q, K and V, and 2 KiB for barriers and reductions.
-
-    Int8 keys also need an int8 buffer for a block of K and one for a block of V.
-    """
+    """Return the bytes of shared memory for q, K and V, any int8 block of each, and 2 KiB for barriers and sums."""
     blocks = 2 * config.stages + (1 if scaled else 0)
     return 2 * head_dim * (BLOCK_T + blocks * config.block_s) + 2048
 
@@ -603,10 +588,7 @@ def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
 
 
 def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers suffice only for blocks of 64 keys.
-
-    That is so at head_dim 256 and, in the score role with int8 keys, at head_dim 128.
-    """
+    """Return whether registers suffice only for blocks of 64 keys."""
     return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
 
 

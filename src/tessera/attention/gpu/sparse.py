@@ -137,11 +137,7 @@ def fetch_int8(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def unseen(item: Item, cut: Cut) -> int:
-    """Return the barrier on which a list's last block of values arrives if some of these values must be zeroed.
-
-    Only the fetching warpgroup waits on this barrier; it then zeroes the values and announces the block to the compute
-    warpgroups.
-    """
+    """Return the barrier for a list's last block if some of its values must be zeroed before they are announced."""
     return cut.lists * cut.stages + item.lane
 
 
@@ -160,10 +156,7 @@ def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
 
 
 def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
-    """Set scores [64,X] to -inf where a row does not see a key.
-
-    Columns are compared with one limit per row and unit, which is cheaper than computing each key's position.
-    """
+    """Set scores [64,X] to -inf where unseen, by one limit per row and unit: cheaper than each key's position."""
     spec, place = cut.spec, plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
     row = token_of(row_block, cut) + read(refs, item, "first")
     last = jnp.minimum(row if spec.causal else row + NEVER, read(refs, item, "kv_len") - 1)

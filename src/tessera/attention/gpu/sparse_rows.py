@@ -259,10 +259,7 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Array, Array]:
-    """Locate the n-th chunk (`Cut.chunk` rows of one query head) of a 64-row block.
-
-    Return whether the chunk holds rows, its query head, and its first token in the query tile.
-    """
+    """Return whether the n-th chunk of a 64-row block holds rows, its query head, and its first token in the tile."""
     at = row_block * cut.block_chunks + n
     live, at = item.live & (at < cut.chunks), jnp.minimum(at, cut.chunks - 1)
     per_head = cut.tokens // cut.chunk
@@ -306,15 +303,12 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
 
 
 class Rows(NamedTuple):
-    """64-row blocks of a compute warpgroup, with methods that update their online-softmax states (m, l, acc).
-
-    `first_block` is the first 64-row block within the query tile; `mine` are the blocks' indices in shared memory.
-    """
+    """64-row blocks of a compute warpgroup, with methods that update their online-softmax states (m, l, acc)."""
 
     refs: Refs
     item: Item
-    first_block: Array
-    mine: list
+    first_block: Array  # number of the first 64-row block within the query tile
+    mine: list  # the blocks' indices in shared memory
     hide: Callable
     cut: Cut
 
@@ -356,11 +350,7 @@ class Rows(NamedTuple):
         return (*states[:-1], (m, l, acc))
 
     def rounds(self, c: Array, states: list, p: Array | None) -> tuple[tuple, Array]:
-        """Run the rounds of block c: one per 64-row block of this warpgroup.
-
-        `p` are the weights of the round before, None in the first round. Return the new states and the last round's
-        weights.
-        """
+        """Run block c's rounds with the weights p of the round before; return new states and the last weights."""
         cut, refs = self.cut, self.refs
         slot, last = self.item.slot(c, cut), cut.row_blocks - 1
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -423,18 +413,13 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
 
 
 class Source(NamedTuple):
-    """Differences between the kernels that use this module: how keys reach shared memory, and how scores are masked.
-
-    Attributes:
-        fetch: (refs, items, cut) -> None, run by the fetching warpgroup; fills every block of every item's list.
-        scratch: scratch memory by name, for the optional last fields of `Refs`.
-    """
+    """Differences between the kernels that use this module: how keys reach shared memory, and how scores are masked."""
 
     name: str  # name of the kernel
-    fetch: Callable
+    fetch: Callable  # (refs, items, cut) -> None, run by the fetching warpgroup: fills all blocks of the items' lists
     hide: Callable  # (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key
     arrivals: int  # arrivals at the barrier of a block of K (and of V) that complete the block
-    scratch: Mapping[str, Any] = MappingProxyType({})
+    scratch: Mapping[str, Any] = MappingProxyType({})  # by name, for the optional last fields of `Refs`
 
 
 def body(*refs, source: Source, cut: Cut):

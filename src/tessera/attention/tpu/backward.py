@@ -237,10 +237,7 @@ def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
 
 
 def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
-    """Add the products of chunk c and the row block to dq, dk and dv.
-
-    `where` is (b, slab, i, positions) if the chunk needs a mask, else None.
-    """
+    """Add the products of chunk c and the row block to dq, dk and dv; a mask for (b, slab, i, positions) if `where`."""
     at = pl.ds(pl.multiple_of(c * cut.chunk, cut.chunk), cut.chunk)
     k, v = refs.k[0, 0, at], refs.v[0, 0, at]
     mask = None
@@ -293,10 +290,7 @@ def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
 def gradients(
     q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions, config=None
 ) -> tuple[Array, Array, Array]:
-    """Compute (dq, dk, dv) of a dense prefill from its `result`; a `config` of None means `default_config`.
-
-    q, out and their cotangents are [B,T,N,H], lse and its cotangent [B,T,N], k and v [B,K,S,H].
-    """
+    """Compute (dq, dk, dv) of a dense prefill from its `result`; a `config` of None means `default_config`."""
     (out, lse, _), (d_out, d_lse, _) = result, cotangents
     batch, num_queries, num_heads, dim = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -122,11 +122,7 @@ def spread(x: Array, width: int) -> Array:
 
 
 def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Array, Array | None]:
-    """Compute scores in bits [rows, block_s] of one head's block, -inf where the row does not see the key.
-
-    Return them with the scales of int8 values in the same shape (None without scales). Scales of unseen keys, which may
-    be NaN, are returned as 0.
-    """
+    """Return scores in bits [rows, block_s] of a head's block, -inf where unseen, and any scales of values, 0 there."""
     rows, scale = pl.ds(head * cut.rows, cut.rows), scale_of(cut.spec, cut.head_dim)
     z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1, cut.exact)
     if cut.scaled:
@@ -414,10 +410,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
 
 
 def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """Count runs of each named scope, and HBM bytes.
-
-    The counts assume that sequences and lists are full, and that each copy of a sparse call brings one listed tile.
-    """
+    """Count runs of each named scope, and HBM bytes, if sequences and lists are full and every copy is one tile."""
     cut = cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)

@@ -88,10 +88,7 @@ class Cut(NamedTuple):
 
     @property
     def table(self) -> int:
-        """Entries of a sequence's page table that a grid step reads.
-
-        0 without pages, and in the sparse role, whose lists name units of the pool.
-        """
+        """Entries of a page table that a grid step reads; 0 in the sparse role, whose lists name units of the pool."""
         return 0 if self.page is None or self.role == "sparse" else self.stored // self.page
 
     @property
@@ -182,10 +179,7 @@ class Lists(NamedTuple):
 
 
 def list_units(cut: Cut, selection: Selection) -> Lists:
-    """Convert a decode selection into lists of units; clip tile ids to the cache.
-
-    Clipped ids may repeat the last tile's id. Only the first occurrence of a tile sets its bit.
-    """
+    """Convert a decode selection into lists of units. Clipped ids may repeat: only a tile's first one sets its bit."""
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     per_unit = cut.tiles_per_unit
     tiles = jnp.clip(tiles, 0, (cut.stored - 1) // cut.spec.tile)
@@ -328,10 +322,7 @@ def first_entry(cut: Cut, step, head, block):
 
 
 def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
-    """Return a mask [1, block_s] of the keys of a head's block that lie in listed tiles.
-
-    If a unit is one tile, only listed tiles were copied, so every key counts: the mask is then a plain True.
-    """
+    """Mask the keys [1, block_s] of a head's block that lie in listed tiles; True if a unit is one tile: all do."""
     if cut.tiles_per_unit == 1:
         return True
     tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile
@@ -353,8 +344,8 @@ def part(lanes: bool, *index) -> tuple:
 def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple = ()) -> list:
     """Build the copies of K, V and any scales from index `source` in HBM to index `target`; target[0] is the buffer.
 
-    The last entry of each index selects keys. If given, `inner` indexes the part of the buffer that `target` selects.
-    Constant offsets belong in `inner`, where they cost no scalar instructions.
+    The last entry of each index selects keys. Constant offsets belong in `inner`, an index into the part that `target`
+    selects, where they cost no scalar instructions.
     """
     found = []
     for i, (x, y, lanes) in enumerate(stream.arrays(cut)):
@@ -526,15 +517,6 @@ def merge(out: Array, lse: Array) -> tuple[Array, Array]:
     return (weight[..., None] * out).sum(0) / safe[..., None], jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
 
 
-def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
-    """Count bytes of K and V that a call copies: each unit that holds a visible key of a sequence and head, once.
-
-    `width` is bytes per element.
-    """
-    start, stop = ranges.lo // cut.unit, (ranges.hi + cut.unit - 1) // cut.unit
-    return (stop - start).sum() * (2 * cut.unit * cut.head_dim * width)
-
-
 def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
     """Count runs of the kernel's named scopes for copies and blocks in a call where every row sees [lo, hi)."""
     parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit", "pages") if cut.page else ("unit",)
@@ -574,8 +556,7 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
 def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
     """Return all counts of a call: those of `count_blocks`, scopes outside of blocks, and bytes moved ("hbm_bytes").
 
-    K and V count as they are stored: if H does not fill 128 lanes, the padding also counts. `width` is bytes per
-    element.
+    Lanes that pad H count, because K and V store them. `width` is bytes per element.
     """
     counts = count_blocks(cut, lo, hi)
     sequences = cut.chains * cut.batch

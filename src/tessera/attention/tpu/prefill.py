@@ -157,8 +157,7 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys at the rows' own positions, in updates of sub_t keys. An update is applied only to the rows at or
-    after its keys."""
+    """Absorb the keys at the rows' own positions, in updates of sub_t keys for the rows at or after these keys."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
@@ -171,10 +170,7 @@ def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 
 def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
-    """Run pass u, over turn_t tokens of the row block, against a key block that a mask may cut.
-
-    Steps of cut.step keys are masked at both ends of the visible range and unmasked in between.
-    """
+    """Run pass u, over turn_t tokens of the row block, against a key block whose ends need masks."""
     first = keys.first + u * cut.turn_t
     size = cut.turn_t * cut.groups
     rows = pl.ds(pl.multiple_of(u * size, size), size)
@@ -350,10 +346,7 @@ def attend(
     scales: Array | None = None,
     table: Array | None = None,
 ) -> AttentionOut:
-    """Run the kernel on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales.
-
-    With a page table [B,J], keys, values and scales are pools of pages.
-    """
+    """Run the kernel on [B,T,N,H] queries; k, v, scales and table are the fields of `KeyValues`."""
     shapes = KeyValues(k, v, table, scales).shapes(q)
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
@@ -442,8 +435,7 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass. Dense calls on contiguous keys in q's dtype are
-    differentiable."""
+    """Run dense prefill, or the score role if spec.mass; `dense` runs the calls that it can: it is differentiable."""
     if spec.mass or kv.scales is not None or kv.pages is not None:
         return attend(q, kv.k, kv.v, positions, spec, config, kv.scales, kv.pages)
     return dense(q, kv.k, kv.v, positions, spec, config)

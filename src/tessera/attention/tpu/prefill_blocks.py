@@ -114,16 +114,12 @@ class Cut(NamedTuple):
 
     @property
     def banks(self) -> int:
-        """Number of banks, of 128 tiles each, that cover all keys; 1 outside the score role."""
+        """Number of banks that cover all keys; 1 outside the score role."""
         return ceil_div(self.num_keys, self.bank_keys) if self.spec.mass else 1
 
     @property
     def extra(self) -> int:
-        """Columns appended to V for row sums or tile masses.
-
-        For row sums, ones fill H up to a multiple of 128, or take 128 columns if H is already such a multiple. For tile
-        masses, H is padded to a multiple of 128, and 128 one-hot columns follow.
-        """
+        """Columns appended to V: for row sums, ones up to a multiple of 128; for tile masses, 128 after padding."""
         pad = -self.head_dim % LANES
         if self.spec.mass:
             return pad + LANES if self.one_hot else 0
@@ -208,8 +204,7 @@ def is_whole(first, start, kv_len, cut: Cut):
 def is_diagonal(first, start, kv_len, cut: Cut):
     """Return whether the call has a corner (`Cut.corner`) and this row block and key block are aligned for it.
 
-    They are aligned if first - start is a multiple of block_t and the keys at all the rows' positions are valid. Then a
-    key block that is visible only in part consists of keys that every row sees, followed by the corner.
+    A key block that is visible only in part then consists of keys that every row sees, followed by the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
@@ -217,14 +212,9 @@ def is_diagonal(first, start, kv_len, cut: Cut):
 def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp) -> tuple:
     """Return the steps (begin, full_begin, full_stop, stop) of a key block for rows at positions `first` to `last`.
 
-    Steps [begin, full_begin) and [full_stop, stop) need a mask; steps [full_begin, full_stop) do not.
-
-    Args:
-        first, last: positions of the rows; `last` may be below `first` (no rows) only if kv_len is 0.
-        kv_len: valid keys.
-        spec: options of the call; only causal and window matter.
-        step_of: (position, up) -> number of the block's steps below a position, rounded up if `up`, else down.
-        xp: jax.numpy in a kernel, numpy in the prediction.
+    Steps [begin, full_begin) and [full_stop, stop) need a mask; steps [full_begin, full_stop) do not. step_of(position,
+    up) counts the block's steps below a position, rounded up if `up`; `xp` is jax.numpy in a kernel, numpy in the
+    prediction. `last` may be below `first` (no rows) only if kv_len is 0.
     """
     stop = full_stop = kv_len
     if spec.causal:
@@ -294,9 +284,7 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
 def count_copies(seen: np.ndarray, left: np.ndarray, cut: Cut) -> dict[str, int]:
     """Count runs of the scopes of `prefill.paged_body`.
 
-    Args:
-        seen: [row blocks, key blocks], whether the row block needs the key block.
-        left: [key blocks], valid keys from each block's start on.
+    `seen` [row blocks, key blocks] marks the needed key blocks; `left` are the valid keys from each block's start on.
     """
     units = np.clip(-(-left // cut.unit), 0, cut.block_s // cut.unit)
     counts = {"wait_unit": (seen * units * (units < cut.block_s // cut.unit)).sum()}

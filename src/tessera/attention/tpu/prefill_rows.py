@@ -57,10 +57,8 @@ class Refs(NamedTuple):
 def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
     """Add one chunk of keys k and values v, which begins at position `start`, to the state of rows with queries q.
 
-    Args:
-        mask: [blocks, 1, sub_t, keys], visible keys of the first `blocks` token blocks of the rows; later token blocks
-            see every key. None if all rows see every key.
-        real: [keys, H], whether a key is valid; None if all are.
+    `mask` [blocks, 1, sub_t, keys] marks the visible keys of the rows' first `blocks` token blocks; later ones see
+    every key. `real` [keys, H] marks valid keys.
     """
     s = dot(q, k, 1)
     if cut.spec.softcap:
@@ -138,8 +136,7 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Return the arguments `mask` and `real` of `absorb`, for the turn_t tokens from position `first` on and the chunk
-    of keys from position `start` on."""
+    """Return `absorb`'s `mask` and `real` for the turn_t tokens from position `first` and the chunk from `start`."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len
@@ -226,10 +223,7 @@ def bank_maximum(refs: Refs, g) -> Array:
 
 
 def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
-    """Write each key tile's probability, summed over the rows of each query tile.
-
-    `scale` is 1 / l per row, 0 for padding rows and rows that saw no key.
-    """
+    """Write each key tile's probability, summed over each query tile's rows; `scale` is 1 / l, 0 for unseen rows."""
     refs.mass[...] = jnp.zeros_like(refs.mass)  # banks that the row block does not need are not written below
     tiles = cut.block_t // cut.spec.query_tile
     first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile

@@ -183,10 +183,7 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
 
 
 def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
-    """Pack each list for the kernel: count, ids, then zeros up to whole buffers, so that loads need no bounds check.
-
-    Ids are clipped to the range of K and V: an invalid id reads wrong keys, never other memory.
-    """
+    """Pack each list: count, ids, then zeros up to whole buffers; clipped ids may read wrong keys, never past them."""
     tiles = jnp.clip(selection.tiles, 0, ceil_div(cut.num_keys, cut.spec.tile) - 1)
     tiles = jnp.pad(tiles, [(0, 0)] * 3 + [(0, -tiles.shape[-1] % cut.block_tiles)])
     return jnp.concatenate([selection.count[..., None], tiles], -1)[:, :, :, None]
@@ -250,8 +247,7 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for `num_tiles` tiles of K and V. A wait counts bytes: each set bit i of num_tiles takes one wait, for 2^i
-    tiles."""
+    """Wait for `num_tiles` tiles of K and V. A wait counts bytes: each set bit i of num_tiles waits for 2^i tiles."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)

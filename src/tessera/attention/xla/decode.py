@@ -128,10 +128,7 @@ class KeyBlock(NamedTuple):
 def read_block(
     q_BKGH: Array, kv: KeyValues, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
 ) -> KeyBlock:
-    """Read block_s keys from position `first` on, or the last block_s keys of the cache if fewer keys follow `first`.
-
-    With `keys`, the block is masked: keys outside that range, or before `first`, get score -inf and value 0.
-    """
+    """Read block_s keys from `first` on, or the cache's last ones; given `keys`, mask those outside of it or before."""
     start = jnp.minimum(first, kv.num_keys - block_s)
     kv = slice_keys(kv, start, block_s)
     k, v = (widened(x, q_BKGH.dtype) for x in kv[:2])
@@ -180,10 +177,7 @@ def attend_dense(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """Compute out (float32) and lse of q [B,K,G,H], one query row per sequence.
-
-    k, v, scales and pages are the fields of `KeyValues`.
-    """
+    """Compute out (float32) and lse of one query row per sequence; k to pages are the fields of `KeyValues`."""
     kv = KeyValues(k, v, pages, scales)
     num_keys = kv.num_keys
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
@@ -208,11 +202,7 @@ def attend_dense(
 
 
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
-    """Return the block size for `at_once`, or 0 if `at_once` cannot run.
-
-    The block size must divide the number of keys, and all scores must fit in MOST_SCORE_BYTES. Keys must be contiguous
-    and not int8: with pages, `at_once` would copy the whole cache.
-    """
+    """Return `at_once`'s block size, a divisor of S; 0 if it cannot run: with pages, it would copy the whole cache."""
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
     fits = 4 * num_keys * math.prod(q_BKGH.shape[:3]) <= MOST_SCORE_BYTES

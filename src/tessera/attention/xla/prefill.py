@@ -97,10 +97,7 @@ def cut_call(spec: AttentionSpec, config: Config, q_BTNH: Array, kv: KeyValues) 
 
 
 def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, cut: Blocking) -> Float[Array, "M Y R ..."]:
-    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads (cut.heads) by R rows, padding T with zeros.
-
-    The index of the group of heads varies slowest along M.
-    """
+    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads by R rows, padding T; heads vary slowest along M."""
     batch, num_queries = x.shape[:2]
     x = jnp.pad(x, [(0, 0), (0, -num_queries % cut.block_t)] + [(0, 0)] * (x.ndim - 2))
     x = x.reshape(batch, -1, cut.block_t, kv_heads, cut.groups, *x.shape[3:])
@@ -146,9 +143,8 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
 def key_ranges(first: Array, mine: Positions, num_keys: int, cut: Blocking) -> tuple[Array, Array, Array, Array]:
     """Return the key blocks (start, full_start, full_stop, stop) of a row block whose first token is `first`.
 
-    Blocks [start, stop) hold all keys that the rows see. Every row sees all keys of blocks [full_start, full_stop); the
-    other blocks need a mask. `mine` holds the positions of the block's heads. The result ignores heads whose rows in
-    this block see no key, because those rows are invalid.
+    Blocks [start, stop) hold all keys that the rows see, and only those outside of [full_start, full_stop) need a mask.
+    Heads whose rows in this block see no key do not count, because those rows are invalid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + cut.block_t, mine.q_len) - 1
     stop = full_stop = mine.kv_len
@@ -168,10 +164,7 @@ def key_ranges(first: Array, mine: Positions, num_keys: int, cut: Blocking) -> t
 
 
 def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, cut: Blocking):
-    """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on fully visible blocks.
-
-    If all keys are in one block, that block is always masked.
-    """
+    """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on fully visible blocks."""
     start, full_start, full_stop, stop = ranges
     masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if num_keys <= cut.block_s:  # a single block: no loop, no second body to compile
@@ -183,10 +176,7 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
 
 
 def take_keys(kv: KeyValues, block: Block, key_block: Array, cut: Blocking) -> tuple[KeyValues, Array]:
-    """Return keys and values [Y, block_s, H] of one block of a `paging.flat` record, and the block's start.
-
-    If fewer than block_s keys are left for the last block, it starts earlier and repeats keys of the block before.
-    """
+    """Return one block of a `paging.flat` record, and its start: a short last block starts early and repeats keys."""
     start = jnp.minimum(key_block * cut.block_s, kv.num_keys - cut.block_s)
     return paging.take_block(kv, block.x, cut.heads, start, cut.block_s), start
 
@@ -214,10 +204,7 @@ def attend(
     scales: Array | None = None,
     pages: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Compute out [B,T,N,H], lse [B,T,N] and mass [B,K,I,J] (None unless spec.mass).
-
-    k, v, scales and pages are the fields of `KeyValues`.
-    """
+    """Compute out, lse and any mass; k, v, scales and pages are the fields of `KeyValues`."""
     kv = KeyValues(k, v, pages, scales)
     kv_heads, num_keys = k.shape[1], kv.num_keys
     cut, kv = cut_call(spec, config, q, kv), paging.flat(kv)

@@ -72,10 +72,9 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 
 
 def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
-    """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
+    """Copy P tiles per query tile, given where they start, out of a `paging.flat` record into k and v [Y, P * tile, H].
 
-    kv is a `paging.flat` record, paged or contiguous; the returned scales are [Y, P * tile, 2]. Invalid starts read
-    wrong keys, but never memory outside of kv.
+    The returned scales are [Y, P * tile, 2]. Invalid starts read wrong keys, but never memory outside of kv.
     """
     if kv.pages is not None:
         k, v, _, scales = paging.take_tiles(kv, lists.x[:, None], start, tile)
@@ -98,10 +97,7 @@ def score_tiles(q_tile: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[Arra
 def step_masks(
     lists: Lists, entry: Int32[Array, "P"], num_keys: int, spec: AttentionSpec
 ) -> tuple[Array, Bool[Array, "Y R P"], Bool[Array, "Y P 1"]]:
-    """Return the starts [Y, P] of the tiles at indices `entry` of the lists, and two masks of their keys.
-
-    The masks mark the keys that each row sees [Y, R, P * tile] and the valid keys [Y, P * tile, 1].
-    """
+    """Return the starts of the tiles at indices `entry` of the lists, and masks of their seen and their valid keys."""
     listed = entry < lists.count[:, None]
     first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
     start = jnp.minimum(first, num_keys - spec.tile)  # a short last tile starts earlier, and is masked
@@ -119,10 +115,7 @@ def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
 
 
 def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec: AttentionSpec, config: Config):
-    """Run the online softmax of Y query tiles over their listed key tiles; kv as in `read_tiles`.
-
-    The state of a query tile with an empty list is meaningless, because it runs the unmasked steps of the others, too.
-    """
+    """Run the online softmax of Y query tiles over their listed key tiles; that of an empty list is meaningless."""
     capacity, num_keys = lists.tiles.shape[1], kv.num_keys
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
     per_mask = min(max(config.mask_s // spec.tile, 1), capacity)
@@ -148,23 +141,16 @@ def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec
 
 
 class Groups(NamedTuple):
-    """Division of all query tiles into groups, each with `side` consecutive query tiles from each of `heads` heads.
+    """Division of all query tiles into groups, each with `side` consecutive query tiles from each of `heads` heads."""
 
-    `total` = B * K is the number of KV heads of all sequences, and `num_tiles` is the number of query tiles per head.
-    """
-
-    total: int
-    num_tiles: int
+    total: int  # KV heads of all sequences, B * K
+    num_tiles: int  # query tiles per head
     heads: int
     side: int
 
     @classmethod
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
-        """Choose groups of up to `wanted` query tiles.
-
-        If a head has more query tiles than `wanted`, a group takes tiles of one head, as many as need the least
-        padding in total. Otherwise a group takes all tiles of one or more heads.
-        """
+        """Choose groups of up to `wanted` tiles: all of one or more heads, or of one head with the least padding."""
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
             return cls(total, num_tiles, heads, num_tiles)
