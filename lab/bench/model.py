@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.bench.amdahl import AttentionAlone, predict
+from lab.bench.child import run_child
 from lab.bench.stand import REST_S, Stand
 from tessera import generate
 from tessera.calibration.crossover import find_crossover
@@ -291,7 +292,7 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
 
 def _weigh(folder, length: int) -> int:
     code = "import sys; from lab.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
-    child = timing.run_child(code, str(folder), str(length))
+    child = run_child(code, str(folder), str(length))
     if child.status or child.peak_bytes is None:
         raise RuntimeError(f"prefill of {length} tokens ended with status {child.status}: {child.stderr[-300:]}")
     return child.peak_bytes
@@ -356,9 +357,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
     code = "import sys; from lab.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
 
     def start(cache: str) -> float:
-        child = timing.run_child(
-            code, str(stand.folder), str(length), env={"XDG_CACHE_HOME": str(stand.scratch / cache)}
-        )
+        child = run_child(code, str(stand.folder), str(length), env={"XDG_CACHE_HOME": str(stand.scratch / cache)})
         if child.status:
             raise RuntimeError(f"the timed process ended with status {child.status}: {child.stderr[-300:]}")
         return child.wall_s

@@ -15,10 +15,11 @@ from functools import partial
 
 import numpy as np
 
+from lab.bench.child import run_child
 from lab.bench.stand import REST_S, WORKER, Stand
+from lab.peers.process import Peer
 from tessera import generate
 from tessera.core import hardware
-from tessera.measure import timing
 from tessera.measure.evidence import How, Record, What
 from tessera.measure.model_work import draw_tokens, fresh_seed, model_work, versus
 from tessera.models.files.fetch import fetch
@@ -50,14 +51,14 @@ def lengths(stand: Stand, *, length: int) -> Iterator[Record]:
     if reason := stand.peer_refusal:
         raise ValueError(f"cannot compare with llama.cpp and transformers: {reason}")
     path, threads = fetch("smollm2"), hardware.cpu().cores
-    llama = timing.Peer(stand.peer_python, SCRIPT)
+    llama = Peer(stand.peer_python, SCRIPT)
     try:
         yield from _lengths(stand, llama, str(path), threads, length)
     finally:
         llama.close()
 
 
-def _lengths(stand: Stand, llama: timing.Peer, path: str, threads: int, length: int) -> Iterator[Record]:
+def _lengths(stand: Stand, llama: Peer, path: str, threads: int, length: int) -> Iterator[Record]:
     versions = {**llama.ask("hello"), "threads": threads}
     llama.ask("load", path=path, context=length + STEPS + 8, threads=threads)
     models = {}
@@ -142,7 +143,7 @@ def start(stand: Stand) -> Iterator[Record]:
     weighed: dict[str, list[float]] = {"dense": [], LLAMA_CPP: []}
 
     def ours(number: int) -> float:
-        child = timing.run_child(
+        child = run_child(
             code, str(path), str(START_TOKENS),
             env={"XDG_CACHE_HOME": str(stand.scratch / "start")},
         )  # fmt: skip

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.peers.process import Peer
 from tessera.core import hardware
 from tessera.measure import evidence, timing
 from tessera.measure.errors import without_names
@@ -110,7 +111,7 @@ class Stand:
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
         self.suite, self.sizes, self.peer_python = suite, sizes, peer_python
         self.case, self.ends = "", math.inf
-        self._peer: timing.Peer | None = None
+        self._peer: Peer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
 
     def close(self) -> None:
@@ -136,10 +137,10 @@ class Stand:
         return ""
 
     @property
-    def peer(self) -> timing.Peer:
+    def peer(self) -> Peer:
         """The PyTorch and transformers worker, started on first use with one thread per core."""
         if self._peer is None:
-            self._peer = timing.Peer(self.peer_python, WORKER, str(hardware.cpu().cores))
+            self._peer = Peer(self.peer_python, WORKER, str(hardware.cpu().cores))
             self.peer_versions = self._peer.ask("hello")
         return self._peer
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
+from lab.peers.process import Peer
 from lab.served.child import KEYS, serving
 from tessera.core.child import Ended
 from tessera.measure import evidence
-from tessera.measure.timing import Peer
 
 ROOT = Path(__file__).parents[2]
 PYTHON, SCRIPT = ROOT / ".venv-clients" / "bin" / "python", ROOT / "lab" / "peers" / "clients.py"

@@ -129,7 +129,7 @@ RENAMED = {
 """Name of a study's module in the commands of old records -> the study's name in `python -m lab study` today."""
 
 MOVED = re.compile(
-    r"\btessera (?=(?:study|simulate|demo|report)\b|bench --suite|train --recipe|"
+    r"\btessera (?=(?:study|simulate|demo|report|tune)\b|bench --suite|train --recipe|"
     r"eval --suite (?:demo|study|smoke|cache|real-weights)\b)"
 )
 """The start of commands that `python -m lab` has today."""

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from lab.bench.same_file import SCRIPT
+from lab.peers.process import Peer
 from lab.served.child import Client
 from lab.served.speed import Found
 from lab.served.stand import SLOTS, Stand, rate
 from tessera.core import hardware
-from tessera.measure.timing import Peer
 from tessera.models.files.fetch import fetch
 
 PYTHON = Path(".venv-peers/bin/python")

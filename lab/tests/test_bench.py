@@ -16,6 +16,7 @@ from lab import bench
 from lab.bench import amdahl, model
 from lab.bench import attention as cases
 from lab.bench.stand import SMOKE, Sizes, Stand, utilisation
+from lab.peers.process import Peer
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.calibration.crossover import find_crossover
 from tessera.core import files, hardware
@@ -69,7 +70,7 @@ def stand(monkeypatch):
 def with_worker(stand, tmp_path, shift):
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER).replace("SHIFT", shift))
-    stand._peer = timing.Peer(sys.executable, script)
+    stand._peer = Peer(sys.executable, script)
     stand.peer_versions = stand._peer.ask("hello")
     return stand
 

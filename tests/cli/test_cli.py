@@ -19,7 +19,7 @@ from tessera.cli import main as cli
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
-MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--kv-dtype", "--cache", "--debug"]
+MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--kv-dtype", "--debug"]
 SAMPLING = (
     "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --frequency-penalty "
     "--presence-penalty --seed -s"
@@ -40,7 +40,7 @@ FLAGS = {
     "serve": (
         "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --pages --pin --spill --spill-gb --exact "
-        "--queue --dtype --kv-dtype --cache --weights --mesh --replicas --cors --debug"
+        "--queue --dtype --kv-dtype --weights --mesh --replicas --cors --debug"
     ).split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
@@ -55,14 +55,10 @@ FLAGS = {
     "doctor": "--plan --model -m --all --json --debug".split(),
     "bench": "--model -m --plan --weights --out --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
-    "tune": (
-        "--workload --role --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
-        "--table --debug"
-    ).split(),
     "eval": "--model -m --plan --rival --weights --suite --text --out --resume --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
-        "--fraction --window --softcap --model -m --weights --cache --mesh --attention --kernel --config --limit-s "
+        "--fraction --window --softcap --model -m --weights --kv-dtype --mesh --attention --kernel --config --limit-s "
         "--picture --evidence --json --debug"
     ).split(),
     "fit": (
@@ -113,13 +109,6 @@ UNKNOWN = {
     "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (see tessera calibrate --help",
     "convert --model x": "tessera convert has no flag --model (see tessera convert --help)",
     "fetch smollm2 more": "tessera fetch takes no further argument, but got 'more': put quotes around",
-    "study fuzz": "tessera study is not in the package: run `python -m lab study` in a checkout of the repository\n",
-    "demo --out x": "tessera demo is not in the package: run `python -m lab demo` in a checkout of the repository\n",
-    "train --recipe demo": "tessera train --recipe is not in the package: run `python -m lab train` in a checkout",
-    "bench --suite cpu": "tessera bench --suite is not in the package: run `python -m lab bench` in a checkout",
-    "bench --peer_python=x": "tessera bench --peer-python is not in the package: run `python -m lab bench`",
-    "eval --suite cache": "tessera eval --suite cache is not in the package: run `python -m lab eval` in a checkout",
-    "eval --suite=demo": "tessera eval --suite demo is not in the package: run `python -m lab eval` in a checkout",
 }  # fmt: skip
 
 

@@ -26,7 +26,6 @@ TOKENS = tyro.conf.arg(aliases=("-n", "--max-tokens", "--n-predict"))
 WORDS = tyro.conf.arg(metavar="[PROMPT ...]", help_behavior_hint="")
 PROMPT = tyro.conf.arg(name="prompt", aliases=("-p",))
 FILE = tyro.conf.arg(aliases=("-f",))
-KV_DTYPE = tyro.conf.arg(aliases=("--cache",))
 
 REGISTRY = ConstructorRegistry()
 

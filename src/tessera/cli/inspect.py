@@ -15,7 +15,7 @@ CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config pic
 TIMED_OUT = 3
 """Exit code if the compiler was stopped at --limit-s: it is then unknown whether the call compiles."""
 
-MODEL_ONLY = ("mesh", "attention", "weights", "cache")
+MODEL_ONLY = ("mesh", "attention", "weights", "kv_dtype")
 """Flags that require --model."""
 
 
@@ -66,8 +66,8 @@ class Inspect(Command):
     """With --model: attention policy; kascade follows its paper, where 5 of 32 layers are anchors."""
     weights: Omittable[Weights] = None
     """With --model: number format of the weight matrices; floats if not given."""
-    cache: Omittable[Literal["int8"]] = None
-    """With --model: dtype of the cached keys and values; the activations' dtype if not given."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """With --model: dtype of the cached keys and values; auto is the activations'."""
     kernel: Omittable[str] = None
     """Name of the kernel; if not given, the kernel that dispatch chooses for this chip."""
     config: Omittable[str] = None
@@ -172,8 +172,9 @@ class Inspect(Command):
                 f"--weights {self.weights} needs the blocks of a GGUF file, but inspect reads no weights: choose "
                 f"another format"
             )
-        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
+        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
+        call["cache"] = None if self.kv_dtype == "auto" else self.kv_dtype
         config, source = steps.find_model(self.model)
         if source is not None and not self.json:
             print(describe(source.ends))
@@ -188,7 +189,7 @@ class Inspect(Command):
             model_inspection.print_step(result)
         if self.evidence is not None:
             sizes = f"B {self.batch} T {1 if self.phase == 'decode' else call['queries']} S {self.length}"
-            bits = "".join(f", {value} {n}" for n in ("weights", "cache") if (value := getattr(self, n)))
+            bits = "".join(f", {value} {n}" for n in ("weights", "cache") if (value := call[n]))
             words = f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}{bits}"
             self.record("step", self.attention, words, result)
         return TIMED_OUT if result.timed_out else 0 if result.compiled else 1

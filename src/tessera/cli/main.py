@@ -13,12 +13,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli import command_line, flags, remote, usage
+from tessera.cli import command_line, flags, remote
 from tessera.cli.calibrate import Calibrate
 from tessera.cli.fit import Fit
 from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Command, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
-from tessera.cli.measure import Bench, Eval, Tune, Verify
+from tessera.cli.measure import Bench, Eval, Verify
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.serve import Serve
@@ -48,7 +48,7 @@ class ModelFlags(Command):
     """Dtype of weights and cache; auto is the checkpoint's own."""
     mesh: Omittable[str] = None
     """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
-    kv_dtype: Annotated[Literal["auto", "int8"], flags.KV_DTYPE] = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     weights: Omittable[flags.Weights] = None
     """Store the weight matrices in fewer bits: int8 takes half of bfloat16's memory and loses the least quality; in
@@ -254,7 +254,6 @@ COMMANDS = MappingProxyType(
         "doctor": Doctor,
         "bench": Bench,
         "verify": Verify,
-        "tune": Tune,
         "eval": Eval,
         "inspect": Inspect,
         "fit": Fit,
@@ -277,11 +276,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str]):
     """Parse the arguments into a command; raise SystemExit as `command_line.parse` does."""
-    if error := usage.moved(argv):
-        command_line.refuse(error)
-    if argv[:1] == ["plan"]:
-        say("note: `tessera plan` is now `tessera fit`, because a plan is what `tessera calibrate` writes")
-        argv = ["fit", *argv[1:]]
     return command_line.parse(argv, "tessera", DESCRIPTION, COMMANDS)
 
 

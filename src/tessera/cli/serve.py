@@ -74,7 +74,7 @@ class Serve(Command):
     """Maximum number of requests that wait while all --slots are busy; further requests are refused with status 429."""
     dtype: flags.Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
-    kv_dtype: Annotated[Literal["auto", "int8"], flags.KV_DTYPE] = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'."""
     weights: Omittable[flags.Weights] = None
     """Store the weight matrices in fewer bits; see `tessera generate --help`."""

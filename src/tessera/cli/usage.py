@@ -27,20 +27,6 @@ COMMANDS = MappingProxyType(
 )
 """Commands of llama.cpp, vLLM and transformers, and a former one of ours, each with what to use instead."""
 
-LABORATORY = MappingProxyType(
-    {
-        "demo": (),
-        "report": (),
-        "simulate": (),
-        "study": (),
-        "train": ("--recipe",),
-        "bench": ("--suite", "--only", "--resume", "--gate", "--peer-python"),
-        "eval": ("demo", "study", "smoke", "cache", "real-weights"),
-    }
-)
-"""Former commands of `tessera` that serve only its repository, where `python -m lab` has them. If words are given, only
-these flags or suites of the command have moved."""
-
 _CONTEXT = "the cache grows with the request, up to the model's context: drop it"
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
 _MEMORY = "batch rows and memory are allocated as needed: drop it"
@@ -113,19 +99,6 @@ def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
     if word.startswith("-"):
         return f"{prog} takes a command before its flags, such as {prog} generate {word} ... {_listed(prog)}"
     return f"{prog} has no command {word}{_instead(word, COMMANDS, commands)} {_listed(prog)}"
-
-
-def moved(words: Sequence[str]) -> str | None:
-    """Return the error for a command, flag or suite that has moved from `tessera` to `python -m lab`; else None."""
-    name, *rest = words or [""]
-    if name not in LABORATORY:
-        return None
-    flags = [part.replace("_", "-") for word in rest for part in word.split("=", 1)]
-    gone = [word for word in LABORATORY[name] if word in flags]
-    if LABORATORY[name] and not gone:
-        return None
-    what = " ".join(["tessera", name, *(["--suite"] if name == "eval" else []), *gone[:1]])
-    return f"{what} is not in the package: run `python -m lab {name}` in a checkout of the repository"
 
 
 def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str | None:

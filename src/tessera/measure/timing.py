@@ -1,4 +1,4 @@
-"""Measure reliably: interleaved samples, medians with intervals, and the peak memory of a child process.
+"""Measure reliably: interleaved samples, and medians with intervals.
 
 A contender is a function that does the work once and returns the seconds that it took. Its clock stops after
 `block_until_ready`; the clock of another library (a peer) runs in the peer's process. Contenders take turns in rounds.
@@ -6,14 +6,10 @@ Each round reverses the order of the previous one, so that a machine whose speed
 """
 
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.core import hardware, interrupt
-from tessera.core.child import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,88 +146,3 @@ def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -
         float(np.asarray(last(program(*args))))
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Child:
-    """Result of a child process: exit code, standard output and error, wall seconds, peak resident bytes.
-
-    `peak_bytes` is None if the child died before reporting it.
-    """
-
-    status: int
-    stdout: str
-    stderr: str
-    wall_s: float
-    peak_bytes: int | None
-
-
-# wait4's ru_maxrss is unusable: on Linux it includes the parent's peak, carried over fork and exec.
-_WEIGH = """
-import atexit, os
-def _weigh(handle={handle}):
-    try:
-        with open("/proc/self/status") as status:
-            peak = int(status.read().split("VmHWM:")[1].split()[0]) * 1024
-    except FileNotFoundError:
-        import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    os.write(handle, str(peak).encode())
-atexit.register(_weigh)
-"""
-
-
-def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> Child:
-    """Run Python code in a fresh interpreter of this environment and measure its peak resident set (this child only).
-
-    Raises:
-        TimeoutError: the child ran past `timeout_s` and was killed.
-    """
-    receive, send = os.pipe()
-    start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _WEIGH.format(handle=send) + code, *args],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **(env or {})},
-            pass_fds=(send,),
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        os.close(receive)
-        raise TimeoutError(f"{timeout_s=} was not enough for the child process: raise it or run less") from error
-    finally:
-        os.close(send)
-    wall_s = time.perf_counter() - start
-    with os.fdopen(receive) as pipe:
-        weight = pipe.read()
-    return Child(
-        status=done.returncode,
-        stdout=done.stdout,
-        stderr=done.stderr,
-        wall_s=wall_s,
-        peak_bytes=int(weight) if weight else None,
-    )
-
-
-class Peer(Worker):
-    """Worker process in a peer library's environment; the process takes its own measurements."""
-
-    def __init__(self, python: str | os.PathLike, script: str | os.PathLike, *args: str):
-        if not Path(python).exists():
-            raise FileNotFoundError(
-                f"peer_python={os.fspath(python)!r} does not exist: `make peers` builds .venv-peers"
-            )
-        super().__init__([os.fspath(python), os.fspath(script), *args])
-
-    def ask(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request and wait for the answer.
-
-        Raises:
-            RuntimeError: the worker reported an error, or ended.
-        """
-        answer = super().ask({"call": call, **arguments})
-        if "error" in answer:
-            raise RuntimeError(f"peer {call!r}: {answer['error']}")
-        return answer

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import tune_subjects
 
+from lab import commands, tune
+from lab.tune import calls, search, seeding, ship
+from lab.tune.child import Child
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.cli import main as cli
-from tessera.measure import evidence, tune
-from tessera.measure.tune import calls, search, seeding, ship
-from tessera.measure.tune.child import Child
+from tessera.measure import evidence
 
-HERE = str(Path(__file__).parents[1])
+SUBJECTS = str(Path(tune_subjects.__file__).parent)
 SPACE = [{"x": x, "y": y} for x in range(12) for y in range(12)]
 SMALL = Shapes(1, 128, 128, 4, 2, 16, None, "float32")
 BUDGET = tune.Budget(candidates=6, quick=1, finalists=2, rounds=3, limit_s=200.0)
@@ -53,7 +53,7 @@ def impatient(monkeypatch):
 
 
 def run(path: Path, task: tune.Task | None = None, **kwargs) -> dict:
-    return tune.tune(task or traps(), BUDGET, path, paths=[HERE], **kwargs)
+    return tune.tune(task or traps(), BUDGET, path, paths=[SUBJECTS], **kwargs)
 
 
 def test_the_search_finds_the_bottom_and_never_asks_twice():
@@ -143,7 +143,7 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
     assert again == {**found, "replayed": again["replayed"]}
     assert again["replayed"] > 6
 
-    task, made = traps(), ship.record(traps(), BUDGET, found, "tessera tune --workload traps")
+    task, made = traps(), ship.record(traps(), BUDGET, found, "python -m lab tune --workload traps")
     assert made.median == found["gain"]
     table = tmp_path / "cpu.jsonl"
     tuned.write(table, [ship.row(task, found, made, Path("evidence/tune.jsonl"))])
@@ -174,16 +174,16 @@ def test_a_killed_search_goes_on_where_it_stopped(tmp_path):
     space = [tune_subjects.Config(block_s=n) for n in (tune_subjects.SLOW, tune_subjects.FAST)]
     kernel = dataclasses.replace(tune_subjects.TRAPS, search_space=lambda spec, shapes: iter(space))
     task = traps(kernel=kernel)
-    tune.tune(task, few, whole, paths=[HERE])
+    tune.tune(task, few, whole, paths=[SUBJECTS])
     lines = whole.read_text().splitlines()
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join(lines[:3]) + "\n" + lines[3][: len(lines[3]) // 2])
-    found = tune.tune(task, few, cut, paths=[HERE])
+    found = tune.tune(task, few, cut, paths=[SUBJECTS])
     assert found["replayed"] == 2
     assert cut.read_text().splitlines()[:3] == lines[:3]
     assert [t["config"]["block_s"] for t in found["candidates"]] == [tune_subjects.SLOW, tune_subjects.FAST]
     with pytest.raises(ValueError, match="belongs to another search"):
-        tune.tune(task, dataclasses.replace(few, seed=1), cut, paths=[HERE])
+        tune.tune(task, dataclasses.replace(few, seed=1), cut, paths=[SUBJECTS])
 
 
 def test_a_default_that_fails_ends_the_search_with_its_reason(tmp_path, impatient):
@@ -226,7 +226,7 @@ def test_answers_of_other_kernels_are_not_taken(tmp_path):
 
 
 def test_a_child_over_its_memory_is_a_result():
-    with Child(limit_s=60.0, memory_bytes=1 << 28, paths=[HERE]) as child:
+    with Child(limit_s=60.0, memory_bytes=1 << 28, paths=[SUBJECTS]) as child:
         answer = child.ask(traps().request({"block_s": tune_subjects.FAST}, rounds=1, seed=0))
     assert answer["error"]
     assert not answer["samples"]
@@ -251,7 +251,7 @@ def test_an_unknown_workload_is_refused_by_name():
 @pytest.mark.parametrize("value", ["inf", "nan", "-1", "1e30"])
 @pytest.mark.parametrize("flag", ["--memory-gib", "--limit-s"])
 def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
-    assert cli.main(["tune", "--workload", "prefill_8k", flag, value]) == 2
+    assert commands.main(["tune", "--workload", "prefill_8k", flag, value]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert f"{flag} {float(value)} must be" in line
 
@@ -259,6 +259,6 @@ def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
 def test_the_command_of_a_record_repeats_the_search():
     """The command holds every option that is not the default."""
     plain = ship.command("w", "dense", tune.Budget(candidates=9))
-    assert plain == "tessera tune --workload w --role dense --candidates 9 --seed 0"
+    assert plain == "python -m lab tune --workload w --role dense --candidates 9 --seed 0"
     found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0))
     assert found.endswith("--seed 0 --quick 5 --rounds 21 --limit-s 60.0")

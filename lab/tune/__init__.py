@@ -1,6 +1,6 @@
 """Find block sizes by measuring, in three stages, and write them to the table that dispatch reads.
 
-    tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
+    python -m lab tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
 1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default config and
    the configs that the cost model (`seeding.py`) ranks first. For XLA's kernels, which the model ranks badly, it starts
@@ -25,16 +25,17 @@ from typing import Any
 
 import numpy as np
 
+from lab.tune import search
+from lab.tune.calls import held_out
+from lab.tune.child import Child
+from lab.tune.seeding import estimate
+from tessera.attention import tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
 from tessera.measure import timing
-from tessera.measure.tune import search
-from tessera.measure.tune.calls import held_out
-from tessera.measure.tune.child import Child
-from tessera.measure.tune.seeding import estimate
 
 LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must
@@ -170,7 +171,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         ValueError: the journal belongs to another search.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
-    about["code"] = files.sources(Path(__file__).parents[2] / "attention")
+    about["code"] = files.sources(tuned.TABLES.parent)
     book, said = Journal(journal, about), on_step or (lambda text: None)
     with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:
         tried = _search(task, budget, book, child, said)
