@@ -306,9 +306,10 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
     import pytest
     from gguf import quantize
     from gguf_files import Q, from_folder
+    from quant_subjects import dequantised
 
     from tessera.core.mesh import MeshShape, build
-    from tessera.core.quant import dequantised, is_quantised
+    from tessera.core.quant import is_quantised
     from tessera.models.files.checkpoint import load_params
     from tessera.models.files.forms import check_forms
     from tessera.models.files.source import open_source
@@ -351,11 +352,13 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
     bytes. A product whose inputs are split adds up once; integers agree on each row's largest value before."""
     import jax
     import numpy as np
+    from quant_subjects import dequantised
 
-    from tessera.core.quant import FORMS, dequantised, is_quantised, num_bytes
+    from tessera.core.mesh import MeshShape
+    from tessera.core.quant import FORMS, is_quantised, num_bytes
     from tessera.generate import load
     from tessera.models.files.checkpoint import fingerprint
-    from tessera.models.footprint import Division, Types, weight_bytes
+    from tessera.models.footprint import Types, weight_bytes
     from tessera.models.weights import device_bytes
 
     config = config_of(4, hidden_size=128, intermediate_size=256, head_dim=32)
@@ -369,7 +372,7 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
             a, b = (dequantised(x) if is_quantised(x) else np.asarray(x) for x in (a, b))
             np.testing.assert_array_equal(a, b)
         types = Types(weights=name, dtype=config.dtype)
-        planned = sum(weight_bytes(config, types=types, division=Division(heads=parts)).values())
+        planned = sum(weight_bytes(config, types=types, division=MeshShape(heads=parts)).values())
         assert (
             planned
             == device_bytes(model.params)
@@ -448,14 +451,14 @@ def every_device_counts_in_the_memory_check(folder: Path) -> None:
     import pytest
 
     from tessera.core import memory
+    from tessera.core.mesh import MeshShape
     from tessera.generate import load
-    from tessera.models.footprint import Division
     from tessera.runtime.step import needed, require_room
 
     config = config_of(3)
     model = load(saved(folder, config, "kv3"), mesh="3")
     asked = dict(batch=2, num_keys=1024, num_tokens=64)
-    each = needed(config, dtype="float32", host=True, division=Division(heads=3), **asked).beyond_weights
+    each = needed(config, dtype="float32", host=True, division=MeshShape(heads=3), **asked).beyond_weights
     alone = needed(config, dtype="float32", host=True, **asked).beyond_weights
     assert alone / 3 < each < alone
     original = memory.available_bytes

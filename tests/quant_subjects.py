@@ -1,10 +1,11 @@
-"""Products that the tests compile for absent TPUs, in the forms of models/products.py."""
+"""Products that the tests compile for absent TPUs, in the forms of models/products.py; what quantised weights mean."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tessera.core.mesh import MeshShape, build, sharding
-from tessera.core.quant import FORMS, Quantised, arrays_of
+from tessera.core.quant import FORMS, Quantised, arrays_of, unpack
 from tessera.models import grouped
 from tessera.models.layers import linear
 from tessera.models.weights import LAYER, quantised_axes
@@ -63,3 +64,19 @@ def grouped_kernel(rows, group, size):
     )  # fmt: skip
     about = {"executions": grouped.executions(rows, inputs, outputs, group)}
     return jax.jit(grouped.product), (of(rows, inputs), weight), about
+
+
+def dequantised(weight: Quantised) -> np.ndarray:
+    """Compute, on the host, the float32 matrix [E,D] that a quantised matrix represents."""
+    values, scale = np.asarray(weight.values), np.asarray(weight.scale, np.float32)
+    if weight.packed and weight.group:
+        values = np.concatenate([*map(np.asarray, unpack(values, weight.kind == "int4"))], -2)
+    elif weight.packed:
+        halves = [np.asarray(half).reshape(len(values), weight.stretches, -1) for half in unpack(values, True)]
+        values = np.concatenate(halves, -1).reshape(len(values), -1)
+    if not weight.group:
+        return values.astype(np.float32) * scale[:, None]
+    whole = values.astype(np.float32) * scale[:, None]
+    if weight.zero is not None:
+        whole = whole + np.asarray(weight.zero, np.float32)[:, None]
+    return whole.reshape(-1, whole.shape[-1]).T

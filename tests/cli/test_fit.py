@@ -64,7 +64,7 @@ def test_a_folder_without_a_config_and_one_whose_vocabulary_does_not_divide(tmp_
 def test_it_prints_pairs_times_and_the_first_choice(capsys):
     assert cli.main(LLAMA.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "llama-3.1-8b, 8.03B parameters, on 8 x v6e (mesh 8 x 1: heads x context)" in shown
+    assert "llama-3.1-8b, 8.03B parameters, on 8 x v6e (mesh 8x1: heads x context)" in shown
     assert "First choice: weights, cache = bfloat16, bfloat16" in shown
     assert "A prefill chunk of 4,096 rows is shared by heads" in shown
     assert shown.count("kascade") == 16

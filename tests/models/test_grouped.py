@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import quant_subjects
 from jax.experimental.pallas import tpu as pltpu
+from quant_subjects import dequantised
 
-from tessera.core.quant import FORMS, Form, Quantised, dequantised, round_rows
+from tessera.core.quant import FORMS, Form, Quantised, round_rows
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import grouped, products

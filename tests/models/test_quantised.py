@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from gguf_files import Q, tiny_model, write_gguf
 from jax.sharding import AbstractMesh, AxisType
+from quant_subjects import dequantised
 from tiny import CONFIG, load_stacked, save_tiny
 
 import tessera
 from tessera.cli import flags
 from tessera.cli.main import main
 from tessera.core import hardware, quant
-from tessera.core.mesh import AXES
-from tessera.core.quant import FORMS, Form, Quantised, dequantised, is_quantised
+from tessera.core.mesh import AXES, MeshShape
+from tessera.core.quant import FORMS, Form, Quantised, is_quantised
 from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
@@ -28,7 +29,7 @@ from tessera.models.files.checkpoint import fingerprint, load_params
 from tessera.models.files.forms import check_forms, check_split
 from tessera.models.files.gguf_file import read_gguf_rows
 from tessera.models.files.source import open_source
-from tessera.models.footprint import Division, Types, weight_bytes
+from tessera.models.footprint import Types, weight_bytes
 from tessera.models.weights import LAYER, OUTER, abstract_params, device_bytes, form_of, quantised_axes
 from tessera.train import loop
 
@@ -239,7 +240,7 @@ def test_abstract_weights_have_the_planned_bytes():
         config = replace(config, tie_embeddings=tied)
         mesh = AbstractMesh((heads, 1), AXES, axis_types=(AxisType.Auto,) * 2)
         params = abstract_params(config, mesh, weight_format=name, dtype="bfloat16")
-        types, division = Types(weights=name), Division(heads=heads)
+        types, division = Types(weights=name), MeshShape(heads=heads)
         planned = sum(weight_bytes(config, types=types, division=division).values())
         assert device_bytes(params) == planned, (name, tied, heads)
 

@@ -71,10 +71,10 @@ def test_one_program_serves_every_array(pair):
             return self.factor * out, state
 
     same, _ = score.run_whole(MODEL, TOKENS, Scaled, np.float32(1))
-    compiled = score.run_chunk._cache_size()
+    compiled = score.run_chunk._compiled._cache_size()
     np.testing.assert_allclose(same, pair[1], atol=1e-4)
     half, _ = score.run_whole(MODEL, TOKENS, Scaled, np.float32(0.5))
-    assert score.run_chunk._cache_size() == compiled
+    assert score.run_chunk._compiled._cache_size() == compiled
     assert np.abs(half - same).max() > 1e-2
 
 

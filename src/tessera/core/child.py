@@ -56,12 +56,9 @@ class Worker:
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Mapping[str, Any], limit_s: float | None = None, data: bytes = b"") -> dict[str, Any]:
-        """Send a request, followed by `data`, and return the reply.
+        """Send a request, followed by `data`, and return the reply; kill a worker that takes over `limit_s` seconds.
 
-        If the worker does not reply within `limit_s` seconds, it is killed.
-
-        Raises:
-            Ended: the worker ended, or was killed, without a reply. The next request starts another worker.
+        Raise Ended if the worker ended without a reply. The next request starts another worker.
         """
         self.start()  # before the request: start-up does not count towards limit_s
         line = self._read(limit_s, json.dumps(request).encode() + b"\n" + data)
@@ -73,9 +70,6 @@ class Worker:
 
         When memory runs out, the system kills processes. Only a request that ends two workers so is itself the cause. A
         request that crashes the worker, or exceeds a time limit, is not sent again.
-
-        Raises:
-            Ended: as `ask` does.
         """
         try:
             return self.ask(request, limit_s, data)
@@ -85,11 +79,7 @@ class Worker:
         return self.ask(request, limit_s, data)
 
     def start(self) -> None:
-        """Start the worker, unless it is already running, and wait until it is ready.
-
-        Raises:
-            Ended: the worker ended before it was ready, or was killed because it was not ready within `ready_s`.
-        """
+        """Start the worker, unless it is running, and wait until it is ready; raise Ended if it is not in `ready_s`."""
         if self._process is not None and self._process.poll() is not None:
             self.close()  # the worker died between its last reply and this request
         if self._process is None:
@@ -136,17 +126,12 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> int | None:
-        """Close the worker's input, and return its exit code; None if it is not running.
-
-        A worker that has not exited after `exit_s` seconds is killed.
-        """
+        """Close the worker's input, and return its exit code; None if it is not running."""
         if self._process is None:
             return None
         process, self._process = self._process, None
-        try:
+        with suppress(BrokenPipeError):  # the worker died while it was reading a request
             process.stdin.close()
-        except BrokenPipeError:  # the worker died while it was reading a request
-            pass
         try:
             status = process.wait(timeout=self._exit_s)
         except subprocess.TimeoutExpired:
@@ -179,5 +164,4 @@ class Tail(threading.Thread):
         self._lines.extend(line.strip() for line in self._stream)
 
     def text(self) -> str:
-        """Return the stream's last three lines, joined by spaces."""
         return " ".join(self._lines)

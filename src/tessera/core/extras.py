@@ -8,9 +8,6 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ValueError if a package is missing; the message names the extra of Tessera that installs it.
-
-    Call this before any work that is useless without the package.
-    """
+    """Raise ValueError if a package is missing; the message names the extra of Tessera that installs it."""
     if not installed(package):
         raise ValueError(f"{package} is not installed: pip install 'tessera-attention[{extra}]'")

@@ -70,10 +70,7 @@ LIST = Rule("a list", lambda value: isinstance(value, list))
 
 
 def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: str) -> None:
-    """Raise ValueError if a field breaks its rule in the table; the error names the field and its value.
-
-    A missing field counts as null.
-    """
+    """Raise ValueError if a field breaks its rule in the table. A missing field counts as null."""
     for key, rule in table.items():
         if not rule.fits(values.get(key)):
             raise ValueError(f"{key}={quoted(values.get(key))} must be {rule.allowed} in {place}")
@@ -91,17 +88,11 @@ def read_json(
 def parse_json(
     data: bytes, source: object, retry: str = "download it again", large: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object from UTF-8 text.
 
-    Args:
-        data: UTF-8 text.
-        source: where the text comes from; error messages begin with it.
-        retry: advice at the end of an error message.
-        large: names of fields that may hold integers of more than 64 bits.
-
-    Raises:
-        ValueError: the text is not UTF-8, not JSON or not an object; or it is nested too deeply, gives a field two
-            different values, or holds a number that is too large or not finite.
+    Raise ValueError if the text is not UTF-8, not JSON or not an object; or if it is nested too deeply, gives a field
+    two different values, or holds a number that is too large or not finite. The error begins with `source`, where the
+    text comes from, and ends in the advice `retry`. Fields in `large` may hold integers of more than 64 bits.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_doubles)

@@ -29,10 +29,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 DEMO_MODEL = SHIPPED / "model"
 TEMPORARY = ".tessera-tmp"
 LOCK_S = 0.5
-"""Seconds to keep trying to take a lock that another process holds.
-
-The other process may hold it only for an instant: `finish_swap` takes the lock to see whether a save is running.
-"""
+"""Seconds to keep trying to take a lock: `finish_swap` may hold it for an instant, to see whether a save is running."""
 
 
 def user_cache() -> Path:
@@ -81,12 +78,8 @@ def _name(error: OSError, path: Path) -> None:
 def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str = "--out") -> None:
     """Raise an error if a file (or, with `folder`, a folder) cannot be written at this path.
 
-    The check writes a temporary file to the nearest existing folder. Call it before a long computation whose result
-    goes to the path. Error messages begin with `flag`, which tells the user where the path was given.
-
-    Raises:
-        ValueError: the path is a folder instead of a file, or a file instead of a folder.
-        OSError: permission is missing, or the disk is read-only or full.
+    Call this before a long computation: it writes a temporary file to the nearest existing folder. Errors begin with
+    `flag`, which tells the user where the path was given.
     """
     path = Path(path)
     if path.exists() and path.is_dir() != folder:
@@ -106,13 +99,10 @@ def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str =
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Hold the write lock of this file or folder while the block runs. On Windows, do nothing.
+    """Hold the write lock of this file or folder while the block runs; raise OSError if another process holds it.
 
     The lock is taken on a hidden file in the same folder. The system releases the lock of a process that dies, so no
-    lock is ever stale.
-
-    Raises:
-        OSError: another process holds the lock; the message gives its process id.
+    lock is ever stale. On Windows, do nothing.
     """
     lock = _lock_path(path)
     handle = _take_lock(lock, path)
@@ -129,11 +119,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _take_lock(lock: Path, path: Path) -> int | None:
-    """Take the lock and return the file handle that holds it, or None on Windows.
-
-    Raises:
-        OSError: another process still holds the lock after LOCK_S seconds.
-    """
+    """Take the lock and return the file handle that holds it, or None on Windows."""
     if fcntl is None:
         return None
     until = time.monotonic() + LOCK_S
@@ -186,10 +172,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left in this folder.
-
-    `name` is a glob pattern that limits the removal to files with matching final names.
-    """
+    """Remove temporary files of `write_whole` that killed processes left in this folder; `name` is a glob pattern."""
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -215,11 +198,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Return the values in a JSON Lines file; [] if the file is missing. Skip a last line that a kill cut short.
-
-    Raises:
-        ValueError: another line is not JSON; the message gives the line's number.
-    """
+    """Return the values in a JSON Lines file; [] if the file is missing. Skip a last line that a kill cut short."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     if not _whole(lines[-1]):  # empty when the file ends in a newline
         lines.pop()
@@ -253,11 +232,10 @@ class Notebook:
     """Named results of a long run, stored in a JSON Lines file, so that a stopped run can resume.
 
     The first line of the file holds the run's subject, a JSON value that says what was computed. A file with a
-    different subject is overwritten.
+    different subject is overwritten. Without a path, nothing is stored.
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path`; if it is None, store nothing. Runs with equal subjects must have equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
@@ -271,10 +249,7 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return the value stored under this name; if there is none, call find(), store its result and return it.
-
-        Values must be JSON values. Floats are stored exactly.
-        """
+        """Return the JSON value stored under this name; if there is none, call find() and store its result."""
         if self.path is None:
             return find()
         if name not in self.found:
@@ -411,10 +386,7 @@ def _remove(*folders: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, outdated: Callable[[str], bool]) -> None:
-    """Hard-link into `new` each file of `old` that `new` lacks, except outdated files.
-
-    Links take no space and leave `old` complete.
-    """
+    """Hard-link into `new` each file of `old` that `new` lacks, except outdated files; `old` stays complete."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         return [n for n in names if Path(place) == old and (outdated(n) or (new / n).exists())]

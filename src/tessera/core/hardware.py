@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 
 def prepare_simulator() -> None:
-    """Configure JAX in this process to simulate chips. Call this before JAX initialises its devices.
+    """Configure JAX in this process, before it initialises its devices, to simulate chips.
 
     XLA gets eight threads, because simulated warpgroups wait for each other on XLA's threads and would deadlock on the
     two threads of a small machine. Programs run in the caller's thread: an asynchronous one would occupy an XLA thread
@@ -49,7 +49,6 @@ class Chip:
         name: short name, as in "v6e".
         device_kinds: values of `jax.Device.device_kind` for this chip, in lower case.
         bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
-        int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
         bytes_per_s: main memory bandwidth of the whole chip.
         memory_bytes: main memory of the whole chip.
         cores: number of TensorCores or streaming multiprocessors.
@@ -66,7 +65,6 @@ class Chip:
     name: str
     device_kinds: tuple[str, ...]
     bf16_flops_per_s: float
-    int8_ops_per_s: float
     bytes_per_s: float
     memory_bytes: float
     cores: int
@@ -75,26 +73,20 @@ class Chip:
     devices: int = 1
     clock_hz: float | None = None
 
-    def floor_s(self, flops: float, num_bytes: float) -> float:
-        """Return the minimum seconds that one chip needs: max(flops / peak, bytes / bandwidth)."""
-        return max(flops / self.bf16_flops_per_s, num_bytes / self.bytes_per_s)
-
 
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 # fmt: off
 CHIPS: tuple[Chip, ...] = (
-    # name, device kinds, bfloat16 and 8-bit rate, memory bandwidth and size, cores, on-chip bytes of one core
-    Chip("v4", ("tpu v4",), 275e12, 275e12, 1228e9, 32 * _GIB, 2, 16 * _MIB, clock_hz=1.05e9),
-    Chip("v5e", ("tpu v5 lite", "tpu v5e"), 197e12, 393e12, 819e9, 16 * _GIB, 1, 128 * _MIB, clock_hz=1.5e9),
-    Chip("v5p", ("tpu v5", "tpu v5p"), 459e12, 918e12, 2765e9, 95 * _GIB, 2, 64 * _MIB, clock_hz=1.75e9),
-    Chip("v6e", ("tpu v6 lite", "tpu v6e"), 918e12, 1836e12, 1638e9, 32 * _GIB, 1, 128 * _MIB, clock_hz=1.75e9),
-    Chip("v7x", ("tpu7x", "tpu v7x", "tpu v7"), 2307e12, 4614e12, 7380e9, 192 * _GIB, 2, 64 * _MIB,
-         devices=2, clock_hz=1.9e9),
-    Chip("h100", ("nvidia h100 80gb hbm3", "nvidia h100"), 989e12, 1979e12, 3350e9, 80e9, 132, 227 * 1024,
-         capability="9.0"),
-    Chip("h200", ("nvidia h200",), 989e12, 1979e12, 4800e9, 141e9, 132, 227 * 1024, capability="9.0"),
+    # name, device kinds, bfloat16 rate, memory bandwidth and size, cores, on-chip bytes of one core
+    Chip("v4", ("tpu v4",), 275e12, 1228e9, 32 * _GIB, 2, 16 * _MIB, clock_hz=1.05e9),
+    Chip("v5e", ("tpu v5 lite", "tpu v5e"), 197e12, 819e9, 16 * _GIB, 1, 128 * _MIB, clock_hz=1.5e9),
+    Chip("v5p", ("tpu v5", "tpu v5p"), 459e12, 2765e9, 95 * _GIB, 2, 64 * _MIB, clock_hz=1.75e9),
+    Chip("v6e", ("tpu v6 lite", "tpu v6e"), 918e12, 1638e9, 32 * _GIB, 1, 128 * _MIB, clock_hz=1.75e9),
+    Chip("v7x", ("tpu7x", "tpu v7x", "tpu v7"), 2307e12, 7380e9, 192 * _GIB, 2, 64 * _MIB, devices=2, clock_hz=1.9e9),
+    Chip("h100", ("nvidia h100 80gb hbm3", "nvidia h100"), 989e12, 3350e9, 80e9, 132, 227 * 1024, capability="9.0"),
+    Chip("h200", ("nvidia h200",), 989e12, 4800e9, 141e9, 132, 227 * 1024, capability="9.0"),
 )
 # fmt: on
 
@@ -124,10 +116,7 @@ For a GPU, this is JAX's default pool, 75 % of the memory; XLA_PYTHON_CLIENT_MEM
 def chip(device_kind: str) -> Chip | None:
     """Look up a chip by its short name or `jax.Device.device_kind`; None if it is not in the table."""
     wanted = device_kind.lower()
-    for entry in CHIPS:
-        if wanted == entry.name or wanted in entry.device_kinds:
-            return entry
-    return None
+    return next((entry for entry in CHIPS if wanted == entry.name or wanted in entry.device_kinds), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +129,17 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
+    info = Path("/proc/cpuinfo")
+    found = cpu_model(info.read_text(errors="replace")) if info.exists() else ""
+    return Cpu(
+        model=found or platform.processor() or platform.machine() or "unknown",
+        cores=_usable_cores(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
 
 
 def device_slug() -> str:
-    """Return the name of JAX's first device in a form that suits file names, such as "tpu-v6-lite".
-
-    For a CPU, the form is "cpu-MODEL-N-cores". Never call this at import, because it initialises JAX's devices.
-    """
+    """Return the name of JAX's first device, such as "tpu-v6-lite", or "cpu-MODEL-N-cores", for file names."""
     import jax
 
     kind, host = jax.devices()[0].device_kind, cpu()
@@ -156,22 +148,12 @@ def device_slug() -> str:
 
 
 def gpu_capability() -> str | None:
-    """Return the compute capability of JAX's first GPU, such as "9.0"; None without a GPU.
-
-    Vendors other than NVIDIA use other formats; for a GPU without a compute capability, return "none". Never call this
-    at import, because it initialises JAX's devices.
-    """
+    """Return the compute capability of JAX's first GPU, such as "9.0", or "none" if it has none; None without a GPU."""
     import jax
 
     if jax.default_backend() != "gpu":
         return None
     return str(getattr(jax.devices()[0], "compute_capability", "none"))
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    found = cpu_model(info.read_text(errors="replace")) if info.exists() else ""
-    return found or platform.processor() or platform.machine() or "unknown"
 
 
 def cpu_model(info: str) -> str:
@@ -192,7 +174,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # honours taskset and containers; macOS lacks it
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

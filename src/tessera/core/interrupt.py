@@ -28,11 +28,7 @@ RAISE_S, EXIT_S = 2.0, 2.5
 STATUS = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 FORGET = 0
-"""Byte that tells the handler's thread to forget all earlier signals.
-
-It is sent through the socket that carries the signal numbers, so the thread reads it after the earlier signals. No
-signal has the number 0.
-"""
+"""Byte that tells the handler's thread, which reads signal numbers from the same socket, to forget earlier signals."""
 
 _groups: set[int] = set()
 _handler: "Handler | None" = None
@@ -120,10 +116,7 @@ class Handler:
         self.pressed = self.heard = self.taken = self.raised = self.told = self.eager = False
 
     def _raise(self) -> None:
-        """Send SIGINT to the main thread.
-
-        The signal interrupts a blocking system call, and raises KeyboardInterrupt unless one is already propagating.
-        """
+        """Send SIGINT to the main thread, which interrupts a blocking system call."""
         self.eager, self._own_signals = True, self._own_signals + 1
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -156,10 +149,7 @@ def handled() -> Iterator[None]:
 
 
 def release() -> None:
-    """Stop handling Ctrl-C: from then on, check() does nothing and asked() returns False.
-
-    A server calls this and handles signals itself.
-    """
+    """Stop handling Ctrl-C. A server calls this and handles signals itself."""
     global _handler
     if _handler is not None:
         _handler.stop()

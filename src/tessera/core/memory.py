@@ -21,13 +21,9 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: str) -> None:
-    """Raise MemoryError if a device has less than `num_bytes` of free memory.
+    """Raise MemoryError if a device of this process has less than `num_bytes` of free memory.
 
-    Args:
-        num_bytes: bytes needed on each device.
-        devices: devices of this process. CPU devices share the host's memory.
-        what: what needs the bytes, such as "the model"; the error message begins with it.
-        way_out: advice at the end of the error message, such as "take a smaller model".
+    CPU devices share the host's memory. The error says `what` needs the bytes, and ends in the advice `way_out`.
     """
     share = len(devices) if devices[0].platform == "cpu" else 1
     free = min((room for device in devices if (room := available_bytes(device)) is not None), default=None)
@@ -42,9 +38,8 @@ def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: s
 def require_programs(weight_bytes: int, what: str) -> None:
     """Raise MemoryError if a limit on the address space (ulimit -v) leaves too little for a model and its programs.
 
-    `what` names the model in the error. XLA's compiler and threads abort the process if they cannot allocate memory.
-    Measured: SmolLM2 (513 MiB of weights) aborts with 1.4 GiB left and works with 1.6 GiB; the shipped model (10 MB)
-    works with 0.7 GiB.
+    XLA's compiler and threads abort the process if they cannot allocate memory. Measured: SmolLM2 (513 MiB of weights)
+    aborts with 1.4 GiB left and works with 1.6 GiB; the shipped model (10 MB) works with 0.7 GiB.
     """
     free, needed = _process_free_bytes(), 2 * weight_bytes + PROGRAM_BYTES
     if free is not None and needed > free:
@@ -63,12 +58,8 @@ def format_bytes(num_bytes: float) -> str:
 
 def _host_free_bytes() -> int | None:
     path = Path("/proc/meminfo")
-    if not path.is_file():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    lines = path.read_text().splitlines() if path.is_file() else ()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _process_free_bytes() -> int | None:

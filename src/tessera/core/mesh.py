@@ -57,18 +57,22 @@ that it has.
 class MeshShape(NamedTuple):
     """Number of devices along each axis."""
 
-    heads: int
-    context: int
+    heads: int = 1
+    context: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.heads * self.context
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.context}"
+
+
+ONE_DEVICE = MeshShape()
 
 
 def parse(text: str | int, num_kv_heads: int) -> MeshShape:
-    """Parse the shape of a mesh.
-
-    "4x2" means heads = 4, context = 2; "8" means heads = gcd(num_kv_heads, 8), context = 8 / heads.
-
-    Raises:
-        ValueError: the text has neither of these forms.
-    """
+    """Parse the shape of a mesh: "4x2" is heads = 4, context = 2; for "8", heads = gcd(num_kv_heads, 8)."""
     found = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", str(text))
     if not found:
         raise ValueError(f"mesh {str(text)!r:.40} must be a number of devices, like 8, or heads x context, like 4x2")
@@ -82,18 +86,14 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
 def check(
     shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1, window: int | None = None
 ) -> None:
-    """Raise ValueError if the mesh cannot split the model or does not match the devices.
+    """Raise ValueError if the mesh cannot split the model or does not match the devices of all processes.
 
-    Args:
-        shape: the mesh.
-        sizes: the model's sizes by name. The "heads" axis splits each of them, so `shape.heads` must divide each.
-        num_devices: number of devices in all processes.
-        num_processes: number of processes that own these devices; if more than one, the mesh must use every device.
-        window: the model's sliding window in tokens, if any. It rules out more than one device along "context".
+    `shape.heads` must divide each of `sizes`, the model's sizes by name. A sliding window allows only one device along
+    "context". Several processes must use every device.
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
     way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
-    named, count = f"mesh {shape.heads}x{shape.context} (heads x context)", shape.heads * shape.context
+    named, count = f"mesh {shape} (heads x context)", shape.devices
     if shape.context > 1 and window is not None:
         raise ValueError(
             f"{named} cannot split the context of a model with a sliding window (window={window}): {way_out}"
@@ -113,8 +113,7 @@ def check(
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """Return a mesh over the first heads x context of `devices`, which default to the devices of all processes."""
     devices = jax.devices() if devices is None else devices
-    count = shape.heads * shape.context
-    return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.array(devices[: shape.devices]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
@@ -154,17 +153,16 @@ def _first_leaf(tree: Any) -> Any:
 
 
 def num_stripes(mesh: Mesh | None) -> int:
-    """Count the devices along the "context" axis, each of which holds a part of every sequence's keys."""
+    """Count the devices along the "context" axis, which divide every sequence's keys; 1 without a mesh."""
     return _along(mesh, CONTEXT)
 
 
 def num_head_parts(mesh: Mesh | None) -> int:
-    """Count the devices along the "heads" axis, each of which holds a part of the heads."""
+    """Count the devices along the "heads" axis, which divide the heads; 1 without a mesh."""
     return _along(mesh, HEADS)
 
 
 def _along(mesh: Mesh | None, axis: str) -> int:
-    """Return the size of a mesh axis, 1 without a mesh; raise ValueError for a training mesh, which lacks the axis."""
     if mesh is not None and axis not in mesh.shape:
         raise ValueError(
             f"a mesh with the axes {', '.join(mesh.axis_names)} has no axis {axis!r}, so it can train a "
@@ -179,10 +177,7 @@ def local_devices(tree: Any) -> list[jax.Device]:
 
 
 class Program:
-    """A function that is compiled by jax.jit with `options` and runs in the mesh of its first argument.
-
-    The first argument is a pytree of arrays, or, if it is static, a Mesh or None.
-    """
+    """A function, compiled by jax.jit, that runs in the mesh of its first argument, which is a pytree or a Mesh."""
 
     def __init__(self, function: Callable, **options: Any):
         functools.update_wrapper(self, function)
@@ -193,12 +188,8 @@ class Program:
             return self._compiled(first, *args, **kwargs)
 
     def lower(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lower the program for these arguments, as jax.jit's `lower` does."""
         with entered(first if isinstance(first, Mesh) else mesh_of(first)):
             return self._compiled.lower(first, *args, **kwargs)
-
-    def _cache_size(self) -> int:
-        return self._compiled._cache_size()
 
 
 def program(**options: Any) -> Callable[[Callable], Program]:

@@ -34,20 +34,16 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Place(NamedTuple):
-    """This process's number, how many processes there are, and where process 0 listens."""
+    """Where process 0 listens, how many processes there are, and this process's number, from 0 to count - 1."""
 
-    host: str  # where process 0 listens
+    host: str
     port: int
-    count: int  # number of processes
-    index: int  # number of this process, from 0 to count - 1
+    count: int
+    index: int
 
 
 def place(coordinator: str, count: int, index: int) -> Place:
-    """Return the `Place` that the flags --coordinator, --processes and --process describe.
-
-    Raises:
-        ValueError: the address is not HOST:PORT, `count` is below 2, or `index` is not between 0 and count - 1.
-    """
+    """Return the `Place` that the flags --coordinator, --processes and --process describe."""
     found = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", coordinator)
     if not found or not 1 <= int(found[2]) < 65535:
         raise ValueError(
@@ -76,9 +72,8 @@ class Lifeline:
     def leave(self, status: int) -> None:
         """Tell the other processes how this one ended, and make Python skip JAX's shutdown when it exits.
 
-        `status` is this process's exit code. If it is 0, wait up to LEAVE_S seconds until the other processes are done,
-        too. Process 0, which runs JAX's service, waits until they have exited, because JAX aborts a process that
-        outlives the service.
+        If the exit code `status` is 0, wait up to LEAVE_S seconds until the other processes are done, too. Process 0
+        runs JAX's service and waits until they have exited, because JAX aborts a process that outlives the service.
         """
         self._status = status
         atexit.register(self._exit)  # runs before JAX's exit handler, which may wait for minutes
@@ -133,16 +128,9 @@ class Lifeline:
 
 
 def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
-    """Connect to the other processes, and start JAX across all of them.
+    """Connect to the other processes, waiting for them up to `wait_s` seconds, and start JAX across all of them.
 
-    Args:
-        place: this process's number, and where process 0 listens.
-        facts: digests, by name, of everything that must be the same in all processes.
-        wait_s: seconds to wait for the others.
-
-    Raises:
-        ValueError: process 0 does not answer in time; a process does not connect in time; two processes have the same
-            number; a process's facts differ from process 0's; or process 0 cannot listen at the address.
+    `facts` holds digests, by name, of everything that must be the same in all processes.
     """
     deadline = time.monotonic() + wait_s
     peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)

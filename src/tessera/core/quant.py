@@ -252,19 +252,3 @@ def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
     if not signed:
         return packed & np.int8(15), high & np.int8(15)
     return jax.lax.shift_right_arithmetic(jax.lax.shift_left(packed, four), four), high
-
-
-def dequantised(weight: Quantised) -> np.ndarray:
-    """Compute, on the host, the float32 matrix [E,D] that a quantised matrix represents."""
-    values, scale = np.asarray(weight.values), np.asarray(weight.scale, np.float32)
-    if weight.packed and weight.group:
-        values = np.concatenate([*map(np.asarray, unpack(values, weight.kind == "int4"))], -2)
-    elif weight.packed:
-        halves = [np.asarray(half).reshape(len(values), weight.stretches, -1) for half in unpack(values, True)]
-        values = np.concatenate(halves, -1).reshape(len(values), -1)
-    if not weight.group:
-        return values.astype(np.float32) * scale[:, None]
-    whole = values.astype(np.float32) * scale[:, None]
-    if weight.zero is not None:
-        whole = whole + np.asarray(weight.zero, np.float32)[:, None]
-    return whole.reshape(-1, whole.shape[-1]).T

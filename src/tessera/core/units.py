@@ -25,10 +25,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def three(value: float) -> str:
-    """Format a number without an exponent, with the decimals that three significant digits need: 0.0123, 1.23, 12,346.
-
-    The integer part is never shortened.
-    """
+    """Format a number, without an exponent, to three significant digits or as an integer: 0.0123, 1.23, 12,346."""
     if value == 0:
         return "0"
     digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))
@@ -36,10 +33,7 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number, or each number of an array, to four significant digits, so that plan files stay readable.
-
-    An array becomes nested lists.
-    """
+    """Round a number, or an array to nested lists, to four significant digits, so that plan files stay readable."""
     if isinstance(value, Iterable):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from types import MappingProxyType
 
-from tessera.core.mesh import check, parse
+from tessera.core.mesh import ONE_DEVICE, MeshShape, check, parse
 from tessera.core.quant import NAMES, STORED, STORED_GROUP, Form, matrix_bytes
 from tessera.core.shapes import ceil_div
 from tessera.models.config import ModelConfig
@@ -61,37 +61,13 @@ CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
 """Number types of keys and values."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """Shape of a mesh: axes in SPLIT_AXES are split over `heads` devices, each head's keys over `context` devices."""
-
-    heads: int = 1
-    context: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.heads * self.context
-
-    def __str__(self) -> str:
-        return f"{self.heads} x {self.context}"
-
-
-ONE_DEVICE = Division()
-
-
-def divide(config: ModelConfig, devices: int) -> Division:
-    """Choose the shape of a mesh of this many devices, as `load` does.
-
-    heads = gcd(KV heads, devices), context = devices / heads.
-
-    Raises:
-        ValueError: `devices` is less than 1, or `load` would refuse this mesh (`core.mesh.check`).
-    """
+def divide(config: ModelConfig, devices: int) -> MeshShape:
+    """Choose the shape of a mesh of this many devices, and refuse one that `load` would refuse."""
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
     shape = parse(devices, config.num_kv_heads)
     check(shape, split_sizes(config), devices, window=config.window)
-    return Division(heads=shape.heads, context=shape.context)
+    return shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +153,9 @@ class Load:
     host: bool = False
 
 
-def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE) -> Footprint:
+def footprint(
+    config: ModelConfig, load: Load, *, types: Types = Types(), division: MeshShape = ONE_DEVICE
+) -> Footprint:
     """Compute the bytes on one device, by part.
 
     Equations, with the letters of `core/shapes.py` (S = num_keys), n = division.heads, c = division.context, and w, h
@@ -203,7 +181,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
     )
 
 
-def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
+def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: MeshShape = ONE_DEVICE) -> dict[str, int]:
     """Return the bytes of a loaded model's weights on one device, by the names of their parts in `Footprint`."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
@@ -218,12 +196,12 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Divis
     return found
 
 
-def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
+def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: MeshShape) -> int:
     return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 
 def cache_bytes(
-    config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: Division = ONE_DEVICE
+    config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: MeshShape = ONE_DEVICE
 ) -> int:
     """Return the bytes of keys, values and their scales on one device; see `footprint`."""
     scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
@@ -232,7 +210,7 @@ def cache_bytes(
 
 
 def activation_bytes(
-    config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE
+    config: ModelConfig, load: Load, *, types: Types = Types(), division: MeshShape = ONE_DEVICE
 ) -> int:
     """Return the peak bytes of one step's activations, which are reached within a layer; see `footprint`."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -254,7 +232,7 @@ def _kind(weight: Weight) -> str:
     return "vocabulary" if "vocab" in weight.axes else "mlp" if "mlp" in weight.axes else "attention"
 
 
-def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Division, kept: str | None = None) -> int:
+def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: MeshShape, kept: str | None = None) -> int:
     """Return the bytes of one weight on one device; `kept` is the `Quantised.kind` of a matrix kept in GGUF blocks."""
     shape = [
         size // division.heads if axis in SPLIT_AXES else size

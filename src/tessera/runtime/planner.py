@@ -10,12 +10,13 @@ from typing import Any
 
 from tessera.core.hardware import USABLE_BYTES
 from tessera.core.memory import format_bytes
+from tessera.core.mesh import MeshShape
 from tessera.core.quant import STORED
 from tessera.core.shapes import round_up
 from tessera.models.config import MAX_SIZE
 from tessera.models.files.forms import check_forms, check_split
 from tessera.models.files.source import Source
-from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, footprint
+from tessera.models.footprint import FLOATS, Footprint, Load, Types, footprint
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
 from tessera.runtime.roofline import HEAD_DIM, Question, Speed, layer_parameters, speed
@@ -63,7 +64,7 @@ class Answer:
     """
 
     question: Question
-    division: Division
+    division: MeshShape
     pairs: tuple[Pair, ...]
     first: int | None
     sharing: Sharing | None
@@ -81,7 +82,7 @@ class Answer:
         pairs = [{**asdict(pair), "total_bytes": pair.parts.total} for pair in self.pairs]
         return {
             **{name: getattr(q, name) for name in ("chip", "devices", "batch", "length", "chunk")},
-            "mesh": asdict(self.division),
+            "mesh": self.division._asdict(),
             "parameters": num_parameters(q.config),
             "head_dim": q.config.head_dim,
             "shares_head_dim": HEAD_DIM,

@@ -21,10 +21,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, Chip, chip
+from tessera.core.mesh import MeshShape
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.catalogue import ANCHORS
 from tessera.models.config import MAX_SIZE, ModelConfig
-from tessera.models.footprint import CACHE_TYPES, Division, Types, divide, outer_bytes, weight_bytes
+from tessera.models.footprint import CACHE_TYPES, Types, divide, outer_bytes, weight_bytes
 from tessera.models.weights import EMBED, layer_weights, shape_of
 from tessera.runtime.step import CHUNK
 from tessera.sparse.anchors import default_anchors
@@ -107,7 +108,7 @@ class Question:
             )
 
     @property
-    def division(self) -> Division:
+    def division(self) -> MeshShape:
         return divide(self.config, self.devices)
 
 
@@ -209,7 +210,7 @@ def _read_s(q: Question, on: Chip, types: Types) -> float:
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
 
 
-def _links_s(q: Question, division: Division, rows: float, heads_rows: float) -> float:
+def _links_s(q: Question, division: MeshShape, rows: float, heads_rows: float) -> float:
     """Return the seconds to exchange `rows` rows of activations and `heads_rows` rows of attention outputs.
 
     Each layer adds up activations twice over the devices that divide the heads, and float32 attention outputs once over
@@ -223,7 +224,7 @@ def _links_s(q: Question, division: Division, rows: float, heads_rows: float) ->
     return (sums + merged + gathered) / rate
 
 
-def _prefill(q: Question, on: Chip, division: Division, types: Types, policy: Kascade | None) -> dict[str, float]:
+def _prefill(q: Question, on: Chip, division: MeshShape, types: Types, policy: Kascade | None) -> dict[str, float]:
     config, peak, share = q.config, on.bf16_flops_per_s / on.devices, SHARES[q.chip]
     rows = q.batch * q.length
     steps = min(SAMPLES, q.length)
@@ -242,7 +243,7 @@ def _prefill(q: Question, on: Chip, division: Division, types: Types, policy: Ka
     }
 
 
-def _decode(q: Question, on: Chip, division: Division, types: Types, policy: Kascade | None) -> dict[str, float]:
+def _decode(q: Question, on: Chip, division: MeshShape, types: Types, policy: Kascade | None) -> dict[str, float]:
     config, peak = q.config, on.bf16_flops_per_s / on.devices
     keys, stored = reading(config, policy, q.length), CACHE_TYPES[types.cache]
     per_key = config.num_kv_heads * (config.head_dim * stored.bits / 8 + stored.scale_bytes) / division.devices

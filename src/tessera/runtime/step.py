@@ -19,12 +19,12 @@ from tessera.attention import context
 from tessera.attention.contract import TILES, Positions
 from tessera.core import quant
 from tessera.core.memory import require
-from tessera.core.mesh import keep, local_devices, mesh_of, num_head_parts, num_stripes, program
+from tessera.core.mesh import ONE_DEVICE, MeshShape, keep, local_devices, mesh_of, num_head_parts, num_stripes, program
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.footprint import ONE_DEVICE, Division, Footprint, Load, Types, footprint
+from tessera.models.footprint import Footprint, Load, Types, footprint
 from tessera.models.layers import Params
 from tessera.models.weights import device_bytes
 from tessera.runtime.compilation import capacity_bucket
@@ -159,7 +159,7 @@ def needed(
     num_tokens: int,
     host: bool = False,
     kv_dtype: str | None = None,
-    division: Division = ONE_DEVICE,
+    division: MeshShape = ONE_DEVICE,
 ) -> Footprint:
     """Compute the bytes on one device while prompts of `num_tokens` tokens fill a cache of `num_keys` keys each."""
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
@@ -205,7 +205,7 @@ def require_room(
     parts, stripes = num_head_parts(mesh), num_stripes(mesh)
     sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "kv_dtype": kv_dtype}
     dtype, host = params.embed.dtype, devices[0].platform == "cpu"
-    held = needed(config, dtype=str(dtype), host=host, division=Division(heads=parts, context=stripes), **sizes)
+    held = needed(config, dtype=str(dtype), host=host, division=MeshShape(parts, stripes), **sizes)
     num_bytes = held.beyond_weights
     if stripes > 1:  # anchor layers gather one layer's keys and values
         num_bytes += held.cache * stripes // config.num_layers

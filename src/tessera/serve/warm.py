@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 
 from tessera.core.memory import available_bytes, require
-from tessera.core.mesh import mesh_of, num_head_parts
+from tessera.core.mesh import MeshShape, mesh_of, num_head_parts
 from tessera.core.shapes import round_up
 from tessera.generate import Model
-from tessera.models.footprint import Division, Types, cache_bytes
+from tessera.models.footprint import Types, cache_bytes
 from tessera.runtime.engine import Engine
 from tessera.runtime.pool import Paging
 from tessera.runtime.sampling import Sampling
@@ -73,7 +73,7 @@ def paging_for(model: Model, *, slots: int, context: int, pages: int | None = No
     page, unit, sizes = SIZES.get(device.platform, SIZES["cpu"])
     unit = lcm(unit, model.policy.query_tile)
     sizes = (*(size for size in sizes if size % unit == 0 and size > unit), unit)
-    division = Division(heads=num_head_parts(mesh_of(model.params)))
+    division = MeshShape(heads=num_head_parts(mesh_of(model.params)))
     dtype = str(model.params.embed.dtype)
     size = cache_bytes(
         model.config, 1, page, types=Types(weights=dtype, dtype=dtype, cache=model.kv_dtype or dtype), division=division

@@ -4,12 +4,12 @@ import jax
 from jax.sharding import Mesh
 
 from tessera.core.memory import require, require_programs
-from tessera.core.mesh import num_head_parts
+from tessera.core.mesh import MeshShape, num_head_parts
 from tessera.core.quant import STORED, STORED_GROUP, check_name, check_shape
 from tessera.models.config import ModelConfig
 from tessera.models.files.gguf_file import check_stored_type
 from tessera.models.files.source import Source
-from tessera.models.footprint import Division, Types, weight_bytes
+from tessera.models.footprint import Types, weight_bytes
 from tessera.models.weights import form_of, input_parts, layer_name, layer_weights, outer_weights, shape_of
 
 
@@ -22,7 +22,7 @@ def require_weights(source: Source, config: ModelConfig, weight_format: str | No
     check_forms(source, weight_format, num_head_parts(on))
     kinds = source.kinds if weight_format == STORED else {}
     types = Types(weights=weight_format or config.dtype, dtype=config.dtype, kinds=kinds)
-    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_head_parts(on))).values())
+    num_bytes = sum(weight_bytes(config, types=types, division=MeshShape(heads=num_head_parts(on))).values())
     what = f"the model that {source.described} describes, in {types.weights},"
     devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or quantised weights (int8, int4)")
