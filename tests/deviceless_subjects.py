@@ -114,17 +114,6 @@ def slow():
     time.sleep(600)
 
 
-def splash(length, dtype):
-    """Build the peer of dense prefill as `tessera bench` compiles it, with 2 heads over 1."""
-    from lab.bench import peers  # imported here, so that the other subjects' processes start sooner
-
-    def attend(q, k, v):
-        with peers.exact(dtype):
-            return peers.splash(q, k, v)
-
-    return attend, [jax.ShapeDtypeStruct((1, length, heads, 128), dtype) for heads in (2, 1, 1)]
-
-
 def decode_token(attention, cache, devices, num_keys=131072, stacked=False):
     """Build the engine's decode program for two layers, as `load` makes them, or stacked."""
     from tessera.core.mesh import MeshShape, build, sharding

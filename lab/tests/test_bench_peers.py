@@ -65,8 +65,8 @@ def test_splash_takes_blocks_of_512_or_what_divides_the_length(length, grid):
 
 
 def test_splash_compiles_for_a_tpu_that_is_not_here():
-    program = factory_program("deviceless_subjects:splash", length=512, dtype="float32")
-    assert tpu.compile_for("v5e", program, paths=[str(ROOT), str(ROOT / "tests")], limit_s=120.0).error is None
+    program = factory_program("peer_subjects:splash", length=512, dtype="float32")
+    assert tpu.compile_for("v5e", program, paths=[str(ROOT), str(ROOT / "lab" / "tests")], limit_s=120.0).error is None
 
 
 @pytest.mark.parametrize(

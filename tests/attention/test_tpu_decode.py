@@ -7,8 +7,8 @@ import calls
 import jax
 import numpy as np
 import pytest
+from chips import on_chip
 
-from lab.studies import blocks
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.tpu import decode as tpu_decode
@@ -125,7 +125,7 @@ def test_shipped_block_sizes_meet_the_oracle(name):
     """The call has more keys than a block of the chip's own size, and more tiles than the 128 of a bank."""
     chip, role, workload, block_s, banks = LARGE[name]
     spec, shapes = workload.role_spec(role), workload.shapes(role, "bfloat16")
-    with blocks.on_chip(chip):
+    with on_chip(chip):
         config = tuned.config(KERNELS[role], spec, shapes)
     cut = decode_blocks.cut_call(spec, shapes, config.block_s, config.block_heads, config.splits)
     assert cut.block_s == block_s

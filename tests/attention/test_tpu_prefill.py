@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from chips import on_chip
 
-from lab.studies import blocks
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Selection, Shapes
 from tessera.attention.tpu import prefill as tpu_prefill
@@ -119,7 +119,7 @@ REACHED = {
 def shipped(chip: str, role: str, workload: Workload, dtype: str) -> tuple[object, object]:
     """Return the (config, cut) that dispatch chooses on the chip."""
     spec, shapes = workload.role_spec(role), workload.shapes(role, dtype)
-    with blocks.on_chip(chip):
+    with on_chip(chip):
         config = tuned.config(KERNELS[role], spec, shapes)
     return config, (sparse_tiles if role == "sparse" else prefill_blocks).cut_call(spec, shapes, config)
 

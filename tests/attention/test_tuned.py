@@ -1,15 +1,14 @@
-"""Tuned block sizes: which calls a row applies to, that every shipped row matches its record, and the search."""
+"""Tuned block sizes: which calls a row applies to and that every shipped row matches its record."""
 
 import json
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
-from itertools import product
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import jax
 import pytest
+from chips import KINDS, on_chip
 
-from lab.studies import blocks
 from tessera.attention import contract, dispatch, tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.kernel import Kernel
@@ -58,18 +57,17 @@ def test_a_shipped_row_stands_on_its_record_and_answers_its_call(found, monkeypa
     assert dict(record.what.config) == dict(row.config)
     assert row.config.items() <= asdict(tuned.built(row, kernel)).items()  # fields added later have defaults
     assert row.gain is None or row.gain == pytest.approx(record.comparison.ratio, abs=1e-4)
-    assert row.gain is None or row.gain == 1 or row.gain >= blocks.LEAST_GAIN
     spec, shapes = AttentionSpec(**record.facts["spec"]), Shapes(**record.facts["shapes"])
     if device.startswith("cpu-"):  # a CPU's row is tested on any CPU
         monkeypatch.setattr(tuned, "device", lambda: device)
-    with nullcontext() if device.startswith("cpu-") else blocks.on_chip(device):
+    with nullcontext() if device.startswith("cpu-") else on_chip(device):
         assert kernel.refusal(spec, shapes) is None
         assert dispatch.choose(spec, shapes).name == row.kernel
         assert tuned.config(kernel, spec, shapes) == kernel.Config(**row.config)
 
 
 def test_every_chip_has_a_table():
-    assert {device for device, _ in shipped()} >= set(blocks.DEVICES)
+    assert {device for device, _ in shipped()} >= set(KINDS)
 
 
 def test_a_row_holds_inside_its_bucket_alone():
@@ -92,13 +90,13 @@ def test_lookup_takes_the_row_inside_its_bucket_and_the_default_outside(tmp_path
     monkeypatch.setattr(tuned, "TABLES", tmp_path)
     tuned.table.cache_clear()
     try:
-        with blocks.on_chip("v6e"):
+        with on_chip("v6e"):
             assert tuned.config(DENSE, SPEC, SHAPES) == DENSE.Config(**CONFIG)
             longer = SHAPES._replace(num_queries=32768, num_keys=32768)
             assert tuned.config(DENSE, SPEC, longer) == DENSE.default_config(SPEC, longer)
             call = programs.attention_call(DENSE.name, asdict(SPEC), SHAPES._asdict())
             assert call[2]["settings"] == str(DENSE.Config(**CONFIG))
-        with blocks.on_chip("v5e"):  # which has no table
+        with on_chip("v5e"):  # which has no table
             assert tuned.config(DENSE, SPEC, SHAPES) == DENSE.default_config(SPEC, SHAPES)
     finally:
         tuned.table.cache_clear()
@@ -126,8 +124,8 @@ def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatc
 
 
 def test_devices_are_named_as_tables_are():
-    for chip in blocks.DEVICES:
-        with blocks.on_chip(chip):
+    for chip in KINDS:
+        with on_chip(chip):
             assert tuned.device() == chip
     if jax.default_backend() == "cpu":
         assert tuned.device() == hardware.device_slug()
@@ -179,89 +177,3 @@ def test_writing_drops_the_row_that_the_same_workload_had_for_other_calls(tmp_pa
     longer = row(bucket=row().bucket | {"num_keys": (4096, 32768)}, record=RECORD | {"date": "2026-02-01"})
     tuned.write(path, [longer])
     assert tuned.read(path) == (longer, score)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    x: int
-    y: int
-    flag: bool = False
-
-
-SPACE = [Sizes(x=x, y=y, flag=flag) for x, y, flag in product((1, 2, 4, 8), (16, 32, 64), (False, True))]
-
-
-NAMES = [f.name for f in fields(Sizes)]
-
-
-def no_floor(config: Sizes) -> float:
-    return 0.0
-
-
-def test_around_moves_one_field_by_one_value():
-    at = Sizes(x=2, y=16)
-    assert [c.x for c in blocks.around(at, "x", SPACE)] == [1, 4]
-    assert [c.y for c in blocks.around(at, "y", SPACE)] == [32]
-    assert [c.flag for c in blocks.around(at, "flag", SPACE)] == [True]
-    assert [c.x for c in blocks.around(Sizes(x=3, y=16), "x", SPACE)] == [2, 4]  # 3 lies outside the space
-
-
-def test_the_search_walks_down_to_the_best_and_keeps_to_its_budget():
-    tried = []
-
-    def ms_of(config):
-        tried.append(config)
-        return None if config.flag else abs(config.x - 8) + abs(config.y - 64) / 8 + 1
-
-    blocks.search([Sizes(x=1, y=16)], SPACE, ms_of, no_floor, NAMES, 20)
-    assert Sizes(x=8, y=64) in tried
-    assert len(tried) == len(set(tried)) <= 20
-    tried.clear()
-    blocks.search([Sizes(x=1, y=16), Sizes(x=8, y=64)], SPACE, ms_of, no_floor, NAMES, 3)
-    assert tried[:2] == [Sizes(x=1, y=16), Sizes(x=8, y=64)]
-    assert len(tried) == 3
-
-
-def test_a_default_that_does_not_compile_is_left_behind():
-    tried = []
-
-    def ms_of(config):
-        tried.append(config)
-        return None if config.x == 1 else float(config.x)
-
-    blocks.search([Sizes(x=1, y=16)], SPACE, ms_of, no_floor, NAMES, 20)
-    assert Sizes(x=2, y=16) in tried
-
-
-def test_what_cannot_win_by_its_bytes_is_not_tried():
-    tried = []
-
-    def ms_of(config):
-        tried.append(config)
-        return 10.0
-
-    blocks.search([Sizes(x=2, y=16)], SPACE, ms_of, lambda config: 9.95 if config.x == 2 else 9.0, NAMES, 20)
-    assert {config.x for config in tried[1:]} == {1, 4}
-
-
-def test_a_winner_beats_the_default_by_a_hundredth():
-    lines = [{"default": True, "ms": 1.0}, {"default": False, "ms": 0.995}, {"default": False, "error": "VMEM"}]
-    assert blocks.winner(lines) is lines[0]
-    lines[1]["ms"] = 0.98
-    assert blocks.winner(lines) is lines[1]
-    assert blocks.winner(lines[2:]) is None
-
-
-@pytest.mark.parametrize("name", blocks.CASES)
-def test_the_rows_of_a_case_speak_for_its_call(name):
-    case = blocks.CASES[name]
-    spec, shapes = case.call()
-    kernel = blocks.kernel_of(case)
-    assert tuned.Row(kernel=kernel.name, bucket=case.bucket(), config={}, gain=1, record=RECORD).holds(
-        kernel.name, spec, shapes
-    )
-    with blocks.on_chip("v6e"):
-        default, space = kernel.default_config(spec, shapes), list(kernel.search_space(spec, shapes))
-    assert default in space
-    assert len(set(space)) == len(space)
-    assert sum(len(list(blocks.around(default, f.name, space))) for f in fields(default)) >= 4

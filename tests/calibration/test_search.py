@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tiny import CONFIG, load_stacked, random_params, save_tiny
 
-from lab.eval.quality import calibration_texts
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.calibration.calibrate import calibrate
 from tessera.calibration.report import Report
@@ -30,6 +29,7 @@ from tessera.calibration.search import (
     probes_of,
 )
 from tessera.core.files import DEMO_MODEL, Notebook, read_lines
+from tessera.measure.judge.library import library_calibration
 from tessera.models.layers import Params
 from tessera.runtime import score
 from tessera.runtime.score import run_whole
@@ -48,7 +48,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def windows():
-    return [np.asarray(row, np.int32) for row in calibration_texts(1024, 3)]
+    text = library_calibration()
+    return [text[start : start + 1024].astype(np.int32) for start in (2048, 65536, 131072)]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The deviceless TPU compiler: schedules are read, errors explained, and times predicted by the documented formula."""
 
-import itertools
 import json
 import sys
 import time
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lab.studies import sweep
 from tessera.attention.contract import AttentionSpec
 from tessera.cli import inspect as flags
 from tessera.deviceless import hlo, inspection, steps
@@ -187,28 +185,6 @@ def test_an_unknown_chip_is_refused():
         tpu.compile_for("v3", {})
 
 
-NAMES = [*sorted(kernel.name for kernel in sweep.tpu_kernels()), sweep.GRADIENT]
-ONCE = list(zip(itertools.cycle(tpu.TOPOLOGIES), NAMES))
-"""(chip, kernel) for every kernel, with the chips in turn: two have narrow matrix units, two have wide ones."""
-MORE = dict.fromkeys(case for case in itertools.product(("v5e", "v7x"), NAMES) if case not in ONCE)
-FAST = [*ONCE, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
-
-
-@pytest.mark.parametrize(("chip", "kernel"), FAST)
-def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """Compile one short call per kernel: a fast part of `python -m lab study tpu-sweep`."""
-    case = {
-        "chip": chip,
-        "kernel": kernel,
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "tile": 128,
-        "length": 1024,
-    }
-    result = sweep.compile_case(case, compiler, limit_s=300)
-    assert result["error"] is None
-
-
 INT8 = (("dense", "decode"), ("score", "decode"), ("dense", "prefill"), ("score", "prefill"), ("sparse", "prefill"))
 
 
@@ -242,16 +218,6 @@ def test_a_compiler_goes_on_after_a_program_that_takes_too_long_and_one_that_is_
     assert found.error is again.error is None
     assert found.memory["argument"] > 0
     assert found.schedules == ()
-
-
-def test_the_sweep_covers_every_kernel_chip_and_head_dim():
-    found = list(sweep.cases(tuple(tpu.TOPOLOGIES)))
-    seen = {(c["chip"], c["kernel"], c["head_dim"], c["dtype"]) for c in found}
-    wanted = {(chip, k.name, dim, dtype) for k in sweep.tpu_kernels() for chip in tpu.TOPOLOGIES
-              for dim in sweep.HEAD_DIMS for dtype in k.dtypes}  # fmt: skip
-    gradient = itertools.product(tpu.TOPOLOGIES, [sweep.GRADIENT], sweep.HEAD_DIMS, ("bfloat16", "float32"))
-    assert seen == wanted | set(gradient)
-    assert len({sweep.identity(case) for case in found}) == len(found)
 
 
 KEYS = (

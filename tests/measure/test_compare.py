@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab import bench
 from tessera.cli import main as cli
-from tessera.core import hardware
 from tessera.measure import compare, evidence
 
 COMMAND = "python -m lab bench --suite {} --only sparse_prefill"
@@ -180,19 +178,3 @@ def test_the_command_compares_files_and_says_regression_by_its_status(tmp_path, 
     evidence.append(other, run(1.0, unit="bytes")[:0] or [])
     assert cli.main(["bench", "--compare", str(old), str(other)]) == 2
     assert "share no figure" in capsys.readouterr().err
-
-
-def test_a_gate_holds_a_fresh_run_against_the_stored_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="nothing to compare with"):
-        bench.gate("smoke")
-    stored = f"evidence/{hardware.device_slug()}.jsonl"
-    evidence.append(stored, run(0.1, suite="cpu"))
-    with pytest.raises(ValueError, match="no record of --suite smoke"):
-        bench.gate("smoke")
-    evidence.append(stored, run(1.0))
-    with pytest.raises(ValueError, match="no record of --suite smoke"):
-        bench.gate("smoke", only=["start_up"])
-    for slower, status in ((1.0, 0), (1.25, 1)):
-        monkeypatch.setattr(bench, "run", lambda suite, out, slower=slower: evidence.append(out, run(slower, seed=1)))
-        assert bench.gate("smoke") == status

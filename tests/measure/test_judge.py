@@ -1,8 +1,6 @@
 """`tessera eval --suite real`: trials match generation, rivals read as many keys as the plan, statistics are right."""
 
 import dataclasses
-import json
-from pathlib import Path
 from types import MappingProxyType
 
 import jax
@@ -11,12 +9,10 @@ import numpy as np
 import pytest
 from tiny import CONFIG, PLAN, optimized, save_tiny
 
-from lab.plans import REAL_PLAN
-from lab.report import real as report_real
-from lab.report import real_pictures as report_real_pictures
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.cli.measure import Eval
+from tessera.core.files import SHIPPED
 from tessera.measure import evidence
 from tessera.measure.judge import contenders, paired, probes, real, texts
 from tessera.measure.judge.answers import Runner, run_trials
@@ -29,7 +25,6 @@ from tessera.sparse.plan import Plan
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 FILLER = probes.Filler.of(byte_tokenizer(), TEXT)
 LENGTH = 1024
-EVIDENCE = Path(__file__).parents[2] / "evidence"
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +369,6 @@ def test_a_task_that_the_control_does_as_well_is_marked(records):
     marks = {r.what.workload: r.facts["against_control"]["says_nothing"] for r in plans}
     assert {name.partition(" at ")[0] for name, mark in marks.items() if mark} >= {"single", "count"}
     assert not marks["text, tokens 512 to 1,024: the plan"]
-    assert "says nothing about the choice of keys" in report_real.tasks(evidence.read(records))
 
 
 def test_a_difference_of_rounding_is_marked():
@@ -436,9 +430,6 @@ def test_other_plans_are_compared_with_the_plan(records, small_suite, model, tmp
         if record.facts["policy"] == "the plan" and question in asked[:2]:
             assert new["other plan: same", question].samples == record.samples
             assert max(new["other plan: all", question].samples) < 1e-5 < max(record.samples)
-    table = report_real.others(found)
-    assert "| the plan | other plan: same | other plan: all |" in table.splitlines()[0]
-    assert report_real.others(found[:before]) == ""
 
 
 def test_rivals_need_a_plan(tmp_path):
@@ -459,33 +450,6 @@ def test_a_run_cut_short_has_whole_comparisons(records):
             *everyone[:3],  # count
         ]
     )
-
-
-def test_tables_and_pictures_are_drawn_from_the_records(records):
-    found = evidence.read(records)
-    table = report_real.text(found)
-    assert table.count("\n|") >= 3
-    assert "window + sink" in table.splitlines()[0]
-    for draw in report_real_pictures.PICTURES.values():
-        assert draw([]) is None
-    assert report_real_pictures.real_text(found).svg.startswith("<svg")
-
-
-def test_gaps_are_ratios_to_the_exact_choice(records):
-    found = evidence.read(records)
-    plans = [r for r in found if r.what.op == "eval real text" and r.facts["policy"] == "the plan"]
-    plans = [dataclasses.replace(r, samples=list(r.samples) * 5) for r in plans]  # an interval needs five samples
-    exact = [
-        dataclasses.replace(
-            record,
-            what=dataclasses.replace(record.what, workload=record.what.workload.replace("the plan", report_real.EXACT)),
-            samples=[sample / 2 for sample in record.samples],
-            facts=record.facts | {"policy": report_real.EXACT},
-        )
-        for record in plans
-    ]
-    assert report_real.gaps([*plans, *exact]).count("2.00x (2.00 to 2.00)") == len(plans)
-    assert report_real.gaps(found) == ""
 
 
 def test_what_runs_dense_is_not_judged(model):
@@ -530,17 +494,6 @@ def test_what_cannot_run_is_refused(model):
         real.run(dataclasses.replace(model, tokenizer=None), None)
 
 
-def test_the_published_tables_judge_the_shipped_plan():
-    stored = [r for path in EVIDENCE.glob("real-*.jsonl") for r in evidence.read(path)]
-    shipped = Kascade.from_plan(Plan.load(REAL_PLAN))
-    rule = {name: getattr(shipped, name) for name in ("crossover_tokens", "decode_crossover")}
-    for op in (report_real.TEXT, report_real.TASK):
-        judged = [r for r in report_real.answered(stored, op) if r.facts["policy"] == contenders.PLAN]
-        assert len(judged) >= 12
-        for record in judged:
-            assert record.what.config | rule == json.loads(json.dumps(dataclasses.asdict(shipped)))
-
-
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
     """No window of a quarter of the keys holds the numbers. Layers run under scan, which compiles in seconds."""
     model = generate.load(smollm2)
@@ -567,4 +520,4 @@ def test_the_judge_finds_the_plan_that_a_fetched_model_ships_with(smollm2, monke
     monkeypatch.setattr(real, "run", lambda model, plan, **rest: judged.append(plan) or 0)
     for model in (None, "smollm2"):
         assert Eval(suite="real", model=model).run() == 0
-    assert judged == [Plan.load(REAL_PLAN)] * 2
+    assert judged == [Plan.load(SHIPPED / "smollm2.plan.json")] * 2

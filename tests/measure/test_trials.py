@@ -1,7 +1,6 @@
 """The simulated chips detect planted faults: races in any launch, and reads of memory that was never written."""
 
 import contextlib
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from lab.gpu import calls
 from tessera.attention.dispatch import KERNELS
 from tessera.core import hardware
 from tessera.measure import trials
@@ -94,5 +92,4 @@ def test_a_gpu_of_another_generation_simulates_a_kernel_and_a_gpu_check_leaves_i
         monkeypatch.setattr(hardware, "gpu_capability", lambda here=here: here)
         assert trials.is_simulated(GPU) == absent
         assert (GPU in trials.kernels(simulate=False)) != absent
-        assert (GPU in calls.kernels_here(SimpleNamespace(dry=False))) != absent
         assert GPU in trials.kernels()

@@ -1,0 +1,47 @@
+"""The sweep of the TPU kernels: one short call per kernel compiles, and the plan of cases is complete."""
+
+import itertools
+
+import pytest
+
+from lab.studies import sweep
+from tessera.deviceless.tpu import compiler as tpu
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """Start one compiling process for the file's tests, because starting takes longer than most compilations."""
+    with tpu.Compiler() as found:
+        yield found
+
+
+NAMES = [*sorted(kernel.name for kernel in sweep.tpu_kernels()), sweep.GRADIENT]
+ONCE = list(zip(itertools.cycle(tpu.TOPOLOGIES), NAMES))
+"""(chip, kernel) for every kernel, with the chips in turn: two have narrow matrix units, two have wide ones."""
+MORE = dict.fromkeys(case for case in itertools.product(("v5e", "v7x"), NAMES) if case not in ONCE)
+FAST = [*ONCE, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
+
+
+@pytest.mark.parametrize(("chip", "kernel"), FAST)
+def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
+    """Compile one short call per kernel: a fast part of `python -m lab study tpu-sweep`."""
+    case = {
+        "chip": chip,
+        "kernel": kernel,
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "tile": 128,
+        "length": 1024,
+    }
+    result = sweep.compile_case(case, compiler, limit_s=300)
+    assert result["error"] is None
+
+
+def test_the_sweep_covers_every_kernel_chip_and_head_dim():
+    found = list(sweep.cases(tuple(tpu.TOPOLOGIES)))
+    seen = {(c["chip"], c["kernel"], c["head_dim"], c["dtype"]) for c in found}
+    wanted = {(chip, k.name, dim, dtype) for k in sweep.tpu_kernels() for chip in tpu.TOPOLOGIES
+              for dim in sweep.HEAD_DIMS for dtype in k.dtypes}  # fmt: skip
+    gradient = itertools.product(tpu.TOPOLOGIES, [sweep.GRADIENT], sweep.HEAD_DIMS, ("bfloat16", "float32"))
+    assert seen == wanted | set(gradient)
+    assert len({sweep.identity(case) for case in found}) == len(found)
