@@ -68,7 +68,7 @@ class Batch:
             config=self.config,
             policy=self.policy,
             stripe=self.stripe,
-            spread=self.stripe is None and self.sharing.by_rows(self.rows, self.size),
+            spread=self.stripe is None and self.sharing.by_rows(self.rows * self.size),
         )
         return hidden, reads
 

@@ -211,7 +211,7 @@ def spread() -> dict:
     prompts, found = [[(7 * i) % 250 for i in range(n)] for n in (500, 170)], {}
     for name, shape, by_rows in (("one", None, False), ("heads", "8", False), ("rows", "8", True)):
         batch = Batch(load(path, mesh=shape).params, config, policy, rows=2, num_keys=512, size=512)
-        found[f"{name} by default"] = batch.sharing.by_rows(2, 512)
+        found[f"{name} by default"] = batch.sharing.by_rows(2 * 512)
         batch.sharing = Fixed(by_rows)
         found[name] = np.asarray(batch.prefill(prompts)[0])
         if shape is not None:
@@ -236,7 +236,7 @@ class Fixed:
     """Shares every chunk as told."""
 
     def __init__(self, by_rows: bool):
-        self.by_rows = lambda batch, rows: by_rows
+        self.by_rows = lambda rows: by_rows
 
 
 def refusals() -> dict[str, str]:

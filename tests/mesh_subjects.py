@@ -64,7 +64,7 @@ def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, *
     model = load(folder, mesh=mesh, **options)
     batch = Batch(model.params, config, policy, rows=2, num_keys=256, size=64, kv_dtype=model.kv_dtype)
     if by_rows:  # whatever sends fewer bytes
-        batch.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
+        batch.sharing = SimpleNamespace(by_rows=lambda rows: True)
 
     def unread(x):  # no program may read what it has not written
         full = np.full(x.shape, np.nan if jax.numpy.issubdtype(x.dtype, np.floating) else 99, x.dtype)

@@ -308,7 +308,6 @@ def load(
     plan: Plan | str | os.PathLike | None = None,
     mesh: str | int | None = None,
     kv_dtype: str | None = None,
-    **renamed: Any,
 ) -> Model:
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
@@ -332,13 +331,8 @@ def load(
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
-        TypeError: an argument is unknown.
         MemoryError: the weights do not fit in memory.
     """
-    if renamed:
-        name = next(iter(renamed))
-        found = ": it is called kv_dtype now" if name == "cache" else ""
-        raise TypeError(f"load() has no argument {name!r}{found}")
     check_attention(attention)
     check_name(weights)
     dtype = None if dtype == "auto" else dtype

@@ -149,5 +149,3 @@ def test_decode_updates_it_in_place(model):
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="kv_dtype='int4' must be 'int8', or None for the weights' dtype"):
         load("smollm2", kv_dtype="int4")
-    with pytest.raises(TypeError, match="no argument 'cache': it is called kv_dtype now"):
-        load("smollm2", cache="int8")

@@ -122,12 +122,12 @@ def test_long_chunks_of_a_large_model_are_shared_by_rows():
     least = eight.break_even
     assert eight.sent(least).by_rows < eight.sent(least).by_heads
     assert eight.sent(least - 1).by_rows >= eight.sent(least - 1).by_heads
-    assert eight.chunk(batch=1, num_keys=140_000, unit=1024, rows_per_device=16_384) == 131_072
-    assert eight.chunk(batch=1, num_keys=least - 1, unit=1024, rows_per_device=16_384) is None
-    assert "131,072 rows is shared by rows" in eight.explain(1, 131_072)
-    assert "1,024 rows is shared by heads" in eight.explain(2, 512)
-    assert "8 devices do not divide 131,071 rows" in eight.explain(1, 131_071)
-    assert "for any chunk length" in Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).explain(1, 8)
+    assert eight.chunk(num_keys=140_000, unit=1024, rows_per_device=16_384) == 131_072
+    assert eight.chunk(num_keys=least - 1, unit=1024, rows_per_device=16_384) is None
+    assert "131,072 rows is shared by rows" in eight.explain(131_072)
+    assert "1,024 rows is shared by heads" in eight.explain(1024)
+    assert "8 devices do not divide 131,071 rows" in eight.explain(131_071)
+    assert "for any chunk length" in Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).explain(8)
     assert Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).break_even is None
 
 

@@ -3,7 +3,8 @@
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,21 +60,15 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
     runs dense.
     """
     context = model.config.max_positions
-    lengths = sorted({min(1024 << i, context) for i in range(11)})
     times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
     left_ms = 1e3 * CROSSOVER_BUDGET_S
-    for length in report.each("cross-over", lengths):
+    for length in report.each("cross-over", sorted({min(1024 << i, context) for i in range(11)})):
         if times["tokens"] and GROWTH * REPEATS * (times["dense_ms"][-1] + times["kascade_ms"][-1]) > left_ms:
             break
-        dense_ms, kascade_ms = time_prefill(model, (Dense(), policy), length)
-        left_ms -= REPEATS * (dense_ms + kascade_ms)
-        for name, value in (
-            ("tokens", length),
-            ("dense_ms", float(f"{dense_ms:.4g}")),
-            ("kascade_ms", float(f"{kascade_ms:.4g}")),
-        ):
-            times[name].append(value)
-    found = find_crossover(times["tokens"], times["dense_ms"], times["kascade_ms"])
+        pair_ms = time_prefill(model, (Dense(), policy), length)
+        left_ms -= REPEATS * sum(pair_ms)
+        _note(times, length, pair_ms)
+    found = find_crossover(*times.values())
     if found is None:
         logger.warning(
             "Kascade was not faster than dense up to %d tokens on this device: the plan runs every request dense; "
@@ -91,10 +86,12 @@ def measure_decode_crossover(model: Any, policy: Kascade, report: Any) -> tuple[
     context = model.config.max_positions
     lengths = sorted({min(1024 << i, context, TIMED_KEYS) for i in range(11)})
     times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
-    time_step = DecodeTimer(model, (Dense(), policy), lengths[-1])
-    for length in report.each("decode cross-over", lengths):
-        for name, value in zip(times, (length, *time_step(length))):
-            times[name].append(value if name == "tokens" else float(f"{value:.4g}"))
+    policies = Dense(), policy
+    pools = [RowPool(model.params, model.config, each, rows=1, num_keys=lengths[-1]) for each in policies]
+    token = put(np.zeros(1, np.int32), pools[0].mesh)
+    for length in report.each("decode cross-over", lengths):  # all keys are zeros, which take as long as a text's
+        steps = [partial(pool.decode, pool.policy, token, [length - 1], [[1]]) for pool in pools]
+        _note(times, length, _medians_ms(steps, DECODE_REPEATS))
     found = find_crossover(*times.values())
     if found is None:
         logger.warning(
@@ -121,32 +118,20 @@ def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[fl
     prompt = np.arange(length, dtype=np.int32) % model.config.vocab_size
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
     pools = [RowPool(model.params, model.config, policy, rows=1, num_keys=size) for policy in policies]
-    samples: list[list[float]] = [[] for _ in pools]
-    for _ in range(1 + REPEATS):  # the first compiles
-        for pool, sample in zip(pools, samples):
+    return _medians_ms([partial(pool.fill, prompt) for pool in pools], REPEATS)
+
+
+def _medians_ms(calls: Sequence[Callable[[], tuple[jax.Array, Any]]], repeats: int) -> list[float]:
+    """Return the median milliseconds of each call, in interleaved runs, without the first ones, which compile."""
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(1 + repeats):
+        for call, sample in zip(calls, samples):
             started_s = time.perf_counter()
-            jax.block_until_ready(pool.fill(prompt)[0])
+            jax.block_until_ready(call()[0])
             sample.append(1e3 * (time.perf_counter() - started_s))
     return [statistics.median(sample[1:]) for sample in samples]
 
 
-class DecodeTimer:
-    """Times single decode steps of several policies.
-
-    All keys are zeros: a step takes as long as on keys of a text, because it reads as many.
-    """
-
-    def __init__(self, model: Any, policies: Sequence[Policy], num_keys: int):
-        self.policies = policies
-        self.pools = [RowPool(model.params, model.config, policy, rows=1, num_keys=num_keys) for policy in policies]
-
-    def __call__(self, length: int) -> list[float]:
-        """Return, for each policy, the median milliseconds of a step that reads `length` keys, in interleaved steps."""
-        samples: list[list[float]] = [[] for _ in self.pools]
-        for _ in range(1 + DECODE_REPEATS):  # the first compiles
-            for policy, pool, sample in zip(self.policies, self.pools, samples):
-                token = put(np.zeros(1, np.int32), pool.mesh)
-                started_s = time.perf_counter()
-                jax.block_until_ready(pool.decode(policy, token, [length - 1], [[1]])[0])
-                sample.append(1e3 * (time.perf_counter() - started_s))
-        return [statistics.median(sample[1:]) for sample in samples]
+def _note(times: dict[str, list[float]], length: int, pair_ms: Sequence[float]) -> None:
+    for name, value in zip(times, (length, *(float(f"{each:.4g}") for each in pair_ms))):
+        times[name].append(value)

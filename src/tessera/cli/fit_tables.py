@@ -99,7 +99,7 @@ def _notes(answer: Answer) -> list[str]:
     if answer.division.context > 1 and answer.division.heads == 1:
         lines.append("The mesh does not split heads, so each device holds all weights.")
     if answer.sharing is not None:
-        how = answer.sharing.explain(q.batch, min(q.chunk, q.length))
+        how = answer.sharing.explain(min(q.chunk, q.length))
         lines.append(f"{how[0].upper()}{how[1:]}. The times assume that chunks are shared by heads.")
     return lines
 

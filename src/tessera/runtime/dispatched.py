@@ -37,13 +37,6 @@ class Due(NamedTuple):
     def array(self) -> jax.Array:
         return self.found.choice.token if isinstance(self.found, Pending) else self.found
 
-    @property
-    def ready(self) -> bool:
-        return self.array.is_ready()
-
-    def wait(self) -> None:
-        self.array.block_until_ready()
-
 
 class Observe(Protocol):
     """Takes the seconds of a program; see `Scheduler.observe`."""
@@ -75,8 +68,8 @@ class Dispatched:
 
     def take(self) -> Due:
         due = self._queue.popleft()
-        over = due.ready
-        due.wait()
+        over = due.array.is_ready()
+        due.array.block_until_ready()
         now_s = time.perf_counter()
         began_s = [max(due.began_s, ended_s) for ended_s in self._ended_s]
         if not self._group:

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 LAG = 2
 """Number of steps that an accelerator runs ahead of the host: the host reads finished tokens instead of waiting."""
 
-"""Number of steps that an accelerator runs ahead of the host: the host reads finished tokens instead of waiting."""
-
 
 class Engine:
     """Generates the answers of many requests together, step by step.
@@ -233,7 +231,7 @@ class Engine:
 
     def close(self) -> None:
         if self.lane is not None:
-            self.lane.close()
+            self.lane.prefix.close()
 
     def warm(self, samplings: abc.Iterable[Sampling] = (Sampling(),), *, extras: bool = False) -> int:
         """Compile every program that requests of up to `num_keys` keys use; return the number of programs.

@@ -24,12 +24,13 @@ from tessera.runtime.costs import LinearCosts
 from tessera.runtime.dispatched import Dispatched, Due
 from tessera.runtime.last_tokens import LastTokens
 from tessera.runtime.pool import Pool
-from tessera.runtime.prompt_scores import following
+from tessera.runtime.prompt_scores import following, score_prompt_rows
 from tessera.runtime.requests import Event, PoolState
 from tessera.runtime.row_pool import RowPrefix
 from tessera.runtime.sampling import Method
 from tessera.runtime.scheduler import Scheduler
 from tessera.runtime.sequence import Sequence
+from tessera.runtime.step import read_head
 from tessera.runtime.stored import StoredPrefix
 from tessera.sparse.contract import Policy
 
@@ -111,9 +112,6 @@ class Lane:
         hashes = self.prefix.hashes(tokens[: len(tokens) - len(tokens) % self.pool.unit], tenant)
         self.prefix.pin(hashes)
         return len(hashes) * self.prefix.block
-
-    def close(self) -> None:
-        self.prefix.close()
 
     def warm(self, methods: abc.Iterable[Method], *, extras: bool) -> int:
         """Run every program of the empty lane once (`extras`: those that score prompts, too), and measure the costs."""
@@ -251,7 +249,8 @@ class Lane:
             began_s = time.perf_counter()
             rows, reads = self.pool.prefill(prompt[start:end], start, sequence.pages, size)
             if sequence.request.prompt_logprobs is not None and sequence.saved is None:
-                sequence.scored[start] = self.pool.score(rows, following(prompt, start, size))
+                next_T = following(prompt, start, size)
+                sequence.scored[start] = score_prompt_rows(self.pool.params, rows.hidden, next_T)
             self._sent.add(Due(self._step + max(1, self.lag), rows.last, began_s, prefill=[(start, size)]))
             sequence.position = end
             room -= size
@@ -291,7 +290,7 @@ class Lane:
     def _begin(self, sequence: Sequence, last: jax.Array) -> None:
         """Choose the first token of an answer from `last`, the hidden state [1,D] of the prompt's last token."""
         counts = counts_of([sequence], self.pool.config.vocab_size, self.pool.mesh)
-        choice = pick(self.pool.scores(last), counts, [sequence])
+        choice = pick(read_head(self.pool.params, last), counts, [sequence])
         self._last.place(sequence.slot, choice.token, choice.counts)
         found = Pending(choice, list(sequence.reads.values()), [(0, sequence)])
         self._note(Due(self._step + max(1, self.lag), found, time.perf_counter()))

@@ -77,7 +77,7 @@ class Answer:
         """Return the object that `--json` prints."""
         q, choice, exchange = self.question, self.choice, None
         if self.sharing is not None:
-            sent = self.sharing.sent(q.batch * min(q.chunk, q.length))
+            sent = self.sharing.sent(min(q.chunk, q.length))
             exchange = {**sent._asdict(), "break_even": self.sharing.break_even}
         pairs = [{**asdict(pair), "total_bytes": pair.parts.total} for pair in self.pairs]
         return {

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 from tessera.core.files import sources
 from tessera.core.mesh import mesh_of, num_stripes, put
@@ -29,7 +29,7 @@ from tessera.models.files.checkpoint import fingerprint
 from tessera.models.layers import Params
 from tessera.models.pages import NULL, page_table
 from tessera.runtime.prefix import salt
-from tessera.runtime.prompt_scores import RowScores, score_prompt_rows
+from tessera.runtime.prompt_scores import score_prompt_rows
 from tessera.runtime.scheduler import Order
 from tessera.runtime.step import Rows, allocate, decode_token, prefill_chunk, read_head, read_page, write_page
 from tessera.sparse.contract import Policy, Reads
@@ -159,12 +159,6 @@ class Pool(ABC):
     def restore(self, pages: Sequence[int], saved: Sequence[Cache]) -> None:
         """Overwrite pages with the copies that `save` returned, in the same order."""
 
-    def scores(self, last: Float[Array, "1 D"]) -> Float[Array, "1 V"]:
-        return read_head(self.params, last)
-
-    def score(self, rows: Rows, next_T: Int32[np.ndarray, "rows"]) -> RowScores:
-        return score_prompt_rows(self.params, rows.hidden, next_T)
-
     def examples(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
         """Return the steps to time for `LinearCosts.fit`, each as the arguments (prefill, decode) of `Costs.step_s`."""
         prefills = [[(start, size)] for size in self.sizes for start in dict.fromkeys((0, self.context - size))]
@@ -191,13 +185,13 @@ class Pool(ABC):
                     rows, _ = self.prefill([], min(start, self.context - size), [], size, policy)
                     count += 1
                     if scores:
-                        self.score(rows, np.zeros(size, np.int32))
+                        score_prompt_rows(self.params, rows.hidden, np.zeros(size, np.int32))
         count += len(self.sizes) if scores else 0
         for policy, _ in self._each_policy(self.decode_policy_at):
             for batch in self.batches:
                 self.decode(policy, put(np.zeros(batch, np.int32), self.mesh), [], [])
             count += len(self.batches)
-        self.scores(rows.last)
+        read_head(self.params, rows.last)
         count += 1 + self._warm_copies()
         jax.block_until_ready(self.cache)
         return count

@@ -85,7 +85,6 @@ class Prefix:
         if not salt:
             raise ValueError(f"{salt=} is empty: build it with tessera.runtime.prefix.salt")
         self.pages = pages
-        self.hit_tokens = self.query_tokens = 0
         self._salt, self._on_evict = salt, on_evict
         self._held: dict[bytes, _Held] = {}
         self._hash: dict[int, bytes] = {}  # by page
@@ -103,14 +102,9 @@ class Prefix:
         return len(self.pages.cached)
 
     @property
-    def num_free(self) -> int:
-        """Number of pages that hold nothing."""
-        return len(self.pages.free)
-
-    @property
     def available(self) -> int:
         """Number of pages that `allocate` could hand out: free pages, and cached pages, which it would evict."""
-        return self.num_free + self.num_cached
+        return len(self.pages.free) + self.num_cached
 
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._held
@@ -145,8 +139,6 @@ class Prefix:
                 break
             run.append(self._held[name].page)
         self.pages.share(run)
-        self.query_tokens += len(hashes) * self.pages.page
-        self.hit_tokens += len(run) * self.pages.page
         return run
 
     def positions(self, matched: Sequence[int]) -> int:
@@ -193,7 +185,7 @@ class Prefix:
             victims = self._victims(short)
             if len(victims) < short:
                 raise OutOfPages(
-                    f"{count} pages of {self.pages.page} positions are needed, {self.num_free} are free and "
+                    f"{count} pages of {self.pages.page} positions are needed, {len(self.pages.free)} are free and "
                     f"{len(victims)} can be evicted: wait for a request to end"
                 )
             for page in victims:

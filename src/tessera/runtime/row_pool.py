@@ -32,6 +32,7 @@ from tessera.runtime.step import (
     decode_token,
     enlarge,
     prefill_chunk,
+    read_head,
     read_page,
     require_room,
     score_hidden,
@@ -87,7 +88,7 @@ class RowPool(Pool):
         if parts > 1:  # a chunk is one stripe per device, so there is one size
             return (stripe_rows(self.policy.query_tile, parts) * parts,)
         sizes = chunk_sizes(self.policy.query_tile, CHUNK)
-        large = spread_chunk(self.params, self.config, batch=1, num_keys=num_keys, unit=sizes[0])
+        large = spread_chunk(self.params, self.config, num_keys=num_keys, unit=sizes[0])
         return sizes if large is None else (large, *(size for size in sizes if size < large))
 
     def _stripe(self) -> int | None:
@@ -132,7 +133,7 @@ class RowPool(Pool):
             config=self.config,
             policy=policy or self.policy_at(start),
             stripe=self.stripe,
-            spread=self.stripe is None and self.sharing.by_rows(1, size),
+            spread=self.stripe is None and self.sharing.by_rows(size),
         )
         if self.rows == 1:
             self.cache = part
@@ -153,7 +154,7 @@ class RowPool(Pool):
     def fill(self, tokens: Sequence[int]) -> tuple[Float[Array, "1 V"], list[Reads]]:
         """Prefill a whole prompt into the first row; return next-token logits and key counts per chunk."""
         chunks = list(self.run(tokens))
-        return self.scores(chunks[-1][1].last), [reads for *_, reads in chunks if reads is not None]
+        return read_head(self.params, chunks[-1][1].last), [reads for *_, reads in chunks if reads is not None]
 
     def logits(self, tokens: Sequence[int]) -> tuple[Float[Array, "1 T V"], bool]:
         """Prefill a whole prompt into the first row; return logits of all its rows, and whether all are finite."""
@@ -229,7 +230,7 @@ class RowPrefix:
 
     def __init__(self, pool: RowPool):
         self.pool, self.pages, self.block = pool, Pages(pool.rows + 1, pool.page), pool.unit
-        self._hashes = Prefix(Pages(2, self.block), b"rows").hashes
+        self.hashes = Prefix(Pages(2, self.block), b"rows").hashes  # of each whole unit of a prompt
         self._kept: dict[int, list[bytes]] = {page: [] for page in range(1, pool.rows + 1)}
 
     def __contains__(self, hash: bytes) -> bool:
@@ -242,9 +243,6 @@ class RowPrefix:
     @property
     def available(self) -> int:
         return len(self.pages.free) + self.num_cached
-
-    def hashes(self, tokens: Sequence[int], tenant: str = "") -> list[bytes]:
-        return self._hashes(tokens, tenant)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Take over the free row whose units agree with most of the hashes, keep only these, and return its page."""

@@ -58,15 +58,15 @@ class Sharing:
         saved = one.by_heads - (one.by_rows - fixed)
         return int(fixed // saved) + 1 if saved > 0 else None
 
-    def by_rows(self, batch: int, rows: int) -> bool:
+    def by_rows(self, rows: int) -> bool:
         """Return whether the devices share a chunk with `rows` rows per sequence by rows; if not, they share by heads.
 
         They share by rows if that sends fewer bytes and the number of devices divides `rows`.
         """
         least = self.break_even
-        return least is not None and batch * rows >= least and rows % self.devices == 0
+        return least is not None and rows >= least and rows % self.devices == 0
 
-    def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
+    def chunk(self, *, num_keys: int, unit: int, rows_per_device: int) -> int | None:
         """Return the rows per sequence of the longest chunk; None if the devices should share that chunk by heads.
 
         The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`. One
@@ -74,20 +74,18 @@ class Sharing:
         """
         most = min(rows_per_device, ROWS_PER_DEVICE) * self.devices
         size = unit
-        while 2 * size <= num_keys and batch * 2 * size <= most:
+        while 2 * size <= min(num_keys, most):
             size *= 2
-        return size if self.by_rows(batch, size) else None
+        return size if self.by_rows(size) else None
 
-    def explain(self, batch: int, rows: int) -> str:
+    def explain(self, rows: int) -> str:
         """Say in one sentence how a chunk of `rows` rows per sequence is shared, and why; see `by_rows`."""
-        least, count = self.break_even, batch * rows
+        least = self.break_even
         if least is None:
             return "prefill chunks are shared by heads: by rows, a device would send more bytes for any chunk length"
-        sent, how = self.sent(count), "rows" if self.by_rows(batch, rows) else "heads"
-        said = (
-            f"a prefill chunk of {count:,} rows is shared by {how}: a device sends {format_bytes(sent.by_heads)} per "
-        )
+        sent, how = self.sent(rows), "rows" if self.by_rows(rows) else "heads"
+        said = f"a prefill chunk of {rows:,} rows is shared by {how}: a device sends {format_bytes(sent.by_heads)} per "
         said += f"layer by heads and {format_bytes(sent.by_rows)} by rows (break-even: {least:,} rows)"
-        if count >= least and how == "heads":
+        if rows >= least and how == "heads":
             said += f", but {self.devices} devices do not divide {rows:,} rows"
         return said

@@ -178,7 +178,7 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
     return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
 
 
-def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
+def spread_chunk(params: Params, config: ModelConfig, *, num_keys: int, unit: int) -> int | None:
     """Return the rows per sequence of a prefill chunk that devices share by rows; None if they share by heads.
 
     See `Sharing.chunk`. On each device, the activations of the chunk take at most as many bytes as the weights.
@@ -187,13 +187,13 @@ def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: i
     if num_head_parts(mesh) == 1 or num_stripes(mesh) > 1:
         return None
     rows = device_bytes(params) // row_bytes(config, params.embed.dtype.itemsize)
-    return sharing(params, config).chunk(batch=batch, num_keys=num_keys, unit=unit, rows_per_device=rows)
+    return sharing(params, config).chunk(num_keys=num_keys, unit=unit, rows_per_device=rows)
 
 
-def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
+def row_bytes(config: ModelConfig, itemsize: int) -> int:
     """Estimate the bytes of one row's activations: residual, attention, MLP, and a float32 copy of each."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
+    width = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     return width * (itemsize + 4)
 
 
@@ -209,8 +209,8 @@ def require_room(
     num_bytes = held.beyond_weights
     if stripes > 1:  # anchor layers gather one layer's keys and values
         num_bytes += held.cache * stripes // config.num_layers
-    if large := spread_chunk(params, config, batch=batch, num_keys=num_keys, unit=CHUNK):
-        own = batch * large // parts * row_bytes(config, dtype.itemsize)
+    if large := spread_chunk(params, config, num_keys=num_keys, unit=CHUNK):
+        own = large // parts * row_bytes(config, dtype.itemsize)
         whole = max(2 * sharing(params, config).layer_bytes, params.embed.nbytes)  # two layers, while one is gathered
         num_bytes += max(0, own + whole - held.activations)
     require(

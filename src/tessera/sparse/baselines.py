@@ -1,18 +1,15 @@
-"""Baseline policies: dense; window and sinks; exact scores in every layer (the oracle); cheap scores in every layer."""
+"""Baseline policies: dense; window and sinks; exact scores in every layer (the oracle)."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from tessera.attention import dispatch
-from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.selection import check_budget, select_tiles
 from tessera.core.shapes import ceil_div, round_up
 from tessera.sparse.contract import Policy, Reads
-from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
 
@@ -25,11 +22,6 @@ class Counted(Policy):
 
     def reads(self, state: Reads) -> Reads:
         return state
-
-    def read_all(self, layer, q, kv, spec, positions, state) -> tuple[Array, Reads]:
-        out = dispatch.attend(q, kv, spec, **positions._asdict()).out
-        visible = count_visible(spec, positions, kv.shapes(q))
-        return out, record_reads(state, layer, visible, visible)
 
     def read_listed(self, layer, q, kv, spec, positions, selection, state) -> tuple[Array, Reads]:
         out, shapes = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection).out, kv.shapes(q)
@@ -48,7 +40,9 @@ class Dense(Counted):
         return "dense"
 
     def attend(self, layer, q, kv, spec, positions, state):
-        return self.read_all(layer, q, kv, spec, positions, state)
+        out = dispatch.attend(q, kv, spec, **positions._asdict()).out
+        visible = count_visible(spec, positions, kv.shapes(q))
+        return out, record_reads(state, layer, visible, visible)
 
 
 class DenseBefore:
@@ -125,7 +119,6 @@ class Oracle(Counted):
     fraction: float = 0.1
     minimum: int = 128
     pooled: bool = False  # whether all KV heads share one selection
-    dense: tuple[int, ...] = ()  # layers that read every key instead
 
     def __post_init__(self):
         check_budget(self.fraction, self.minimum, self.local, self.sinks)
@@ -135,10 +128,6 @@ class Oracle(Counted):
     def name(self) -> str:
         return "oracle"
 
-    def score(self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions):
-        """Compute the exact probability masses of all key tiles."""
-        return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
-
     def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:
         """Select the always-read tiles, and the heaviest other tiles that the budget allows."""
         always = {"local": self.local, "sinks": self.sinks, "pooled": self.pooled}
@@ -147,47 +136,5 @@ class Oracle(Counted):
 
     def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        if isinstance(layer, int):
-            attend = self.read_all if layer in self.dense else self._sparse
-            return attend(layer, q, kv, spec, positions, state)
-        if not self.dense:
-            return self._sparse(layer, q, kv, spec, positions, state)
-        is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
-        branches = [lambda *args, attend=attend: attend(layer, *args[:2], spec, *args[2:])
-                    for attend in (self.read_all, self._sparse)]  # fmt: skip
-        return jax.lax.cond(is_dense, *branches, q, kv, positions, state)
-
-    def _sparse(self, layer, q, kv, spec, positions, state):
-        selection = self.select(self.score(layer, q, kv, spec, positions), spec, positions)
-        return self.read_listed(layer, q, kv, spec, positions, selection, state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cheap(Oracle):
-    """Attention to the tiles with the best cheap scores of each layer (`estimate.py`), or to random tiles.
-
-    `summary` is as in `Estimate`, or "random", a control that draws tiles at random for each layer and query tile.
-    """
-
-    score_keys: int = 4  # `keys` and `rows` of `Estimate`
-    score_rows: int = 1
-    summary: str = "mean"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.summary != "random":
-            Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary).check(self.tile)
-
-    @property
-    def name(self) -> str:
-        return {"mean": "mean keys", "minmax": "quest", "random": "random"}[self.summary]
-
-    def score(self, layer, q, kv, spec, positions):
-        if self.summary != "random":
-            how = Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary)
-            return estimate_mass(q, kv, spec, positions, how)
-        batch, heads, num_keys = q.shape[0], kv.k.shape[1], kv.num_keys
-        shape = (batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile))
-        key = jax.random.fold_in(jax.random.key(0), layer)
-        keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position, so the same in any batch
-        return jax.vmap(lambda key: jax.random.uniform(key, shape[1:], minval=0.1))(keys)
+        mass = dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
+        return self.read_listed(layer, q, kv, spec, positions, self.select(mass, spec, positions), state)
