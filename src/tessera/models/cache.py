@@ -46,7 +46,6 @@ class Cache(NamedTuple):
 
     @classmethod
     def of_layers(cls, layers: Iterable["Cache"]) -> "Cache":
-        """Join one-layer caches into one cache whose arrays are tuples over layers."""
         *arrays, pages = zip(*layers)
         return cls(*(None if parts[0] is None else parts for parts in arrays), pages=pages[0])
 
@@ -74,10 +73,7 @@ class Cache(NamedTuple):
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
-    """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
-
-    For a paged cache, pass batch = number of pages and num_keys = positions per page, and then add the page table.
-    """
+    """Create an empty cache; for a paged one, pass batch = pages and num_keys = page, then add the page table."""
     lead = (batch, config.num_kv_heads)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, ...] | Array:
@@ -100,9 +96,8 @@ def extend(
 ) -> Cache:
     """Write T new keys and values per sequence, from position q_start on; for an int8 cache, quantise them first.
 
-    Stored keys and values before q_start are neither read nor changed. `layer` and `stripe` are as in `append`; only
-    float caches support `stripe`. A paged cache needs q_len, the number of new positions per sequence that are not
-    padding; see `append_pages`.
+    `layer` and `stripe` are as in `append`; only float caches support `stripe`. A paged cache needs q_len, the number
+    of new positions per sequence that are not padding; see `append_pages`.
     """
     if cache.pages is not None:
         if q_len is None:
@@ -123,10 +118,9 @@ def quantised(k_BTKH: Array, v_BTKH: Array) -> tuple[Array, Array, BFloat16[Arra
 
 
 def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[Array, "..."]]:
-    """Return int8 q and one scale per vector, with |q * scale - x| <= scale / 2.
+    """Return int8 q and one scale per vector, with |q * scale - x| <= scale / 2; the scale is NaN if x is not finite.
 
-    The scale is max |x| / 127, rounded up to a bfloat16 so that no q exceeds 127. It is 0 for a vector of zeros, and
-    NaN for a vector that holds NaN or infinity.
+    The scale is max |x| / 127, rounded up to a bfloat16 so that no q exceeds 127.
     """
     x = x.astype(jnp.float32)
     exact = jnp.max(jnp.abs(x), axis=-1) / INT8_MAX

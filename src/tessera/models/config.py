@@ -37,9 +37,6 @@ def extended_context(max_positions: int, factor: float, original: int, keys: str
     """Return the context in tokens of a model whose rotary embedding reaches factor x original positions.
 
     The files' context may be that length, or still the original one, as in Qwen's instructions for YaRN.
-
-    Raises:
-        ValueError: the length is not a size; the error names `keys`.
     """
     if (reach := round(factor * original)) > MAX_SIZE:
         raise ValueError(f"{keys} extend the context to {reach} tokens: it must be at most {MAX_SIZE}")
@@ -84,10 +81,9 @@ class ModelConfig:
 
 
 def stable_repr(config: Any) -> str:
-    """Return repr(config), but leave out fields that hold their default, unless they are in ALWAYS_SHOWN.
+    """Return repr(config) without fields that hold their default, unless they are in ALWAYS_SHOWN.
 
-    A plan identifies its model by a hash that includes this text. A new field of the config therefore must not change
-    the text for models that do not use the field.
+    A plan identifies its model by a hash of this text, so a new field must not change it for models without the field.
     """
     name = type(config).__name__
     shown = [f for f in fields(config) if f.name in ALWAYS_SHOWN[name] or getattr(config, f.name) != _default(f)]

@@ -32,7 +32,7 @@ def forward(
     spread: bool = False,
     gather: Callable[[Layer], Layer] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
-    """Run all layers over T new tokens per sequence.
+    """Run all layers over T new tokens per sequence; return hidden states after the final norm, cache and policy state.
 
     Args:
         params: weights; stacked layers run under lax.scan, a tuple of layers is unrolled.
@@ -40,20 +40,14 @@ def forward(
         cache: earlier keys and values, laid out like the layers (stacked or tuple). With None, the new tokens attend
             only to each other.
         positions: positions of the new tokens; `positions.kv_len` counts the new tokens, too.
-        config: the decoder's config; a static argument under jax.jit.
-        policy: computes the attention of every layer; a static argument under jax.jit.
+        config, policy: static arguments under jax.jit.
         remat: recompute each layer in the backward pass instead of storing its intermediate results.
         stripe: positions per stripe, if the devices of the mesh axis "context" hold the cache in stripes
-            (`attention.context`); the new tokens are then divided among these devices, too. None if the cache is in
-            order of position.
+            (`attention.context`); the new tokens are then divided among these devices, too.
         spread: let each device of the mesh axis "heads" compute a part of the new tokens with a layer's whole weights,
             which are gathered layer by layer; attention and cache stay split by heads (`runtime.spread`).
-        gather: function that gathers a layer's weights when the layer runs, for weights that a mesh splits. The
-            backward pass calls it again, so that memory holds the whole weights of only one layer at a time
-            (`train.mesh`). None leaves the weights as they are.
-
-    Returns:
-        hidden states after the final norm, the updated cache and the policy's final state.
+        gather: function that gathers a layer's weights, which a mesh splits, when the layer runs. The backward pass
+            calls it again, so that memory holds the whole weights of only one layer at a time (`train.mesh`).
     """
     batch, num_queries = tokens_BT.shape
     spec = AttentionSpec(window=config.window, stripe=stripe)
@@ -110,10 +104,7 @@ def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: Mode
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries [B,T,N,H] and keys and values [B,T,K,H].
-
-    Queries and keys are normalised if the layer has weights for that (Qwen3), and then rotated.
-    """
+    """Compute rotated queries [B,T,N,H], rotated keys [B,T,K,H] and values [B,T,K,H]."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)
@@ -131,8 +122,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 def _traced_once(block, index, *arguments):
     """Run a layer through the jitted `block`, which is traced once for all layers because `index` becomes an array.
 
-    If compiled programs come from JAX's cache, tracing and lowering take most of the start-up time of a model of 30
-    layers. XLA inlines the calls, so the compiled program is the same.
+    With compiled programs in JAX's cache, tracing takes most of the start-up time. XLA inlines the calls again.
     """
     return block(jnp.int32(index), *arguments)
 

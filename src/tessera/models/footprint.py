@@ -79,7 +79,7 @@ class Footprint:
         vocabulary: embedding, and the output head if it is not tied.
         vectors: norms and biases.
         cache: keys and values of all sequences and layers, with scales.
-        copies: temporary copies of the cache or of weights while a program runs.
+        copies: temporary copies of the cache while a program runs.
         activations: activations of one step, which is a prefill chunk or one decoded token per sequence.
         logits: float32 logits of each sequence's last token; on a mesh, both the device's part and the gathered whole.
         program: compiled code.
@@ -182,7 +182,7 @@ def footprint(
 
 
 def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: MeshShape = ONE_DEVICE) -> dict[str, int]:
-    """Return the bytes of a loaded model's weights on one device, by the names of their parts in `Footprint`."""
+    """Return the bytes of a model's weights on one device, by the names of their parts in `Footprint`."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
         found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)
@@ -203,7 +203,6 @@ def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: 
 def cache_bytes(
     config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: MeshShape = ONE_DEVICE
 ) -> int:
-    """Return the bytes of keys, values and their scales on one device; see `footprint`."""
     scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
     scales //= division.heads
     return CACHE_TYPES[types.cache].size(scales * config.head_dim, scales)
@@ -220,7 +219,7 @@ def activation_bytes(
 
 
 def _copied_layers(config: ModelConfig, load: Load) -> int:
-    """Count the cache's arrays that a running program copies; each holds the keys or the values of one layer."""
+    """Count the arrays, each the keys or the values of one layer, that a running program copies."""
     if load.host and load.batch > 1 and load.rows > 1:
         return 2 * ((config.num_layers + 2) // 2)
     return 2 if load.stacked else 0

@@ -51,11 +51,7 @@ class Blocks(NamedTuple):
 
 
 def wins(num_rows: int, weight: Quantised) -> bool:
-    """Return whether the kernel can compute a product with this weight faster than XLA.
-
-    It can if the values are in groups, there are many rows, the inputs and the outputs fill whole registers, and no
-    mesh splits the product, since JAX cannot split the kernel.
-    """
+    """Return whether the kernel can compute a product with this weight, faster than XLA; JAX cannot split it."""
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape
@@ -63,11 +59,7 @@ def wins(num_rows: int, weight: Quantised) -> bool:
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose the sizes of a grid step.
-
-    Blocks of rows have equal sizes. Blocks of outputs and of inputs are as large as MOST_OUTPUTS and MOST_INPUTS allow,
-    among the sizes that divide the weight's outputs and inputs.
-    """
+    """Choose the sizes of a grid step: equal blocks of rows, the largest divisors of outputs and inputs."""
     most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
     rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
     wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)
@@ -105,10 +97,7 @@ def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks)
 
 
 def product(x: Float[Array, "M D"], weight: Quantised, interpret: Any = False) -> Float[Array, "M E"]:
-    """Return x W^T [M,E] in float32, for W [E,D] quantised in groups; x and W are rounded to bfloat16 first.
-
-    D and E must be multiples of 128. `wins` says whether this kernel beats XLA.
-    """
+    """Return x W^T in float32, for W [E,D] in groups, D and E multiples of 128; x and W are rounded to bfloat16."""
     num_rows, inputs = x.shape
     groups, width, outputs = weight.values.shape
     block = cut(num_rows, inputs, outputs, width)

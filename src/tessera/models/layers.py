@@ -87,8 +87,7 @@ def _dot(x: Array, weight: Array) -> Array:
 def _few_rows(x: Array, weight: Array) -> Array:
     """Return x W^T on CPU for a few rows x [M,D] and W [E,D].
 
-    XLA multiplies a float32 matrix by a single vector at memory speed. It would first convert a 16-bit matrix to
-    float32, so `thin` multiplies a 16-bit matrix even by a single row.
+    XLA multiplies a float32 matrix by a single vector at memory speed, but would first convert a 16-bit matrix.
     """
     if x.dtype != weight.dtype:
         return _dot(x, weight)
@@ -127,10 +126,7 @@ def _llama3(freq: Array, rope: Rope) -> Array:
 
 
 def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
-    """Scale frequencies by YaRN's NTK-by-parts (arXiv 2309.00071), and return them with the factor for cos and sin.
-
-    The frequencies of slow pairs are divided by rope.factor, fast pairs keep theirs, and a ramp joins the two.
-    """
+    """Scale frequencies by YaRN's NTK-by-parts (arXiv 2309.00071), and return them with the factor for cos and sin."""
 
     def pair_at(rotations: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

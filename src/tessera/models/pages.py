@@ -56,23 +56,17 @@ class Pages:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Pages in use."""
         return tuple(page for page, count in enumerate(self._count) if count)
 
     def references(self, page: int) -> int:
-        """Return how many sequences use a page."""
         return self._count[self._known(page)]
 
     def writable(self, page: int) -> bool:
-        """Return whether a page's user may write to it: the page has only one user and is not sealed."""
+        """Return whether a page has only one user and is not sealed, so that its user may write to it."""
         return self._count[self._known(page)] == 1 and not self._sealed[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free pages, which the caller then owns and may write to.
-
-        Raises:
-            OutOfPages: too few pages are free; none is taken.
-        """
+        """Take free pages, which the caller then owns and may write to; raise OutOfPages if too few are free."""
         if count < 0:
             raise ValueError(f"{count=} must not be negative")
         if count > len(self._free):
@@ -140,10 +134,7 @@ class Pages:
 
 
 def page_table(rows: Sequence[Sequence[int]], num_pages: int) -> Int32[np.ndarray, "B J"]:
-    """Return the page table of a batch. rows[b] lists the pages of sequence b in order of position.
-
-    Each row of the table is padded with the null page to J = num_pages.
-    """
+    """Return the page table of a batch from each sequence's pages; pad each row with the null page to num_pages."""
     table = np.full((len(rows), num_pages), NULL, np.int32)
     for row, pages in zip(table, rows):
         if len(pages) > num_pages:

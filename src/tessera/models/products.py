@@ -31,8 +31,7 @@ as a float product, so rounding would save no time."""
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     """Return x W^T in float32 for a quantised weight W [E,D].
 
-    A mesh may split rows, inputs or outputs over its devices. Axes are therefore never merged under a mesh, because XLA
-    would gather a split axis before merging it.
+    Axes are never merged under a mesh, because XLA would gather a split axis before merging it.
     """
     if weight.packed:  # only ever on CPU
         return _on_cpu(x, weight)
@@ -73,10 +72,9 @@ def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]
 
 
 def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
-    """Return one product per part of the inputs, [parts,...,E].
+    """Return one product per part of the inputs, [parts,...,E], each of which the caller scales before it sums them.
 
-    The caller scales each product before the products are summed over devices. If it scaled the sum instead, XLA could
-    not round the products to half their bytes before devices send them.
+    If it scaled the sum instead, XLA could not round the products to half their bytes before devices send them.
     """
     if parts == 1:
         return _transposed(x, w, dtype)[None]
@@ -86,11 +84,10 @@ def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -
 
 
 def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T on TPU.
+    """Return x W^T on TPU, by the kernel in `grouped` or by XLA.
 
-    If x has many bfloat16 rows and the weight is quantised in groups, the kernel in `grouped` computes the product;
-    otherwise XLA does. XLA gets a single row padded to two, because it would multiply one row outside the matrix unit,
-    in ten times as many cycles.
+    XLA gets a single row padded to two, because it would multiply one row outside the matrix unit, in ten times as many
+    cycles.
     """
     if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(_num_rows(x), weight):
         return grouped.product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
@@ -101,11 +98,7 @@ def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 
 
 def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T for a weight with G groups of g inputs, as the sum of one product per group.
-
-    All groups share one batched product. It reads the values in their stored order, [G,g,E], so that XLA fuses the
-    conversion of the values into the product.
-    """
+    """Return x W^T for a weight with groups by one batched product, into which XLA fuses the conversion."""
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]
     last = groups.ndim - 1
@@ -135,13 +128,12 @@ def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
 def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
     """Return x W^T by int8 products, with `count` int8 digits per element of x and one scale per row of x.
 
-    For `parts`, see `_by_part`. Devices that share the inputs first agree on the largest element of each row, so that
-    they round to the same integers as a single device would.
+    Devices that share the inputs first agree on the largest element of each row, so that they round to the same
+    integers as a single device would.
     """
     num_rows = _num_rows(x)
-    if (
-        traced_head_parts() > 1 and 0 < num_rows * count < FEW_ROWS
-    ):  # XLA's int8 product on CPU is many times slower with a single row
+    if traced_head_parts() > 1 and 0 < num_rows * count < FEW_ROWS:
+        # XLA's int8 product on CPU is many times slower with a single row.
         rows = jnp.pad(x.reshape(num_rows, -1), ((0, -(-FEW_ROWS // count) - num_rows), (0, 0)))
         return _digits(rows, weight, count)[:num_rows].reshape(*x.shape[:-1], -1)
     x = x.astype(jnp.float32)
@@ -173,7 +165,7 @@ def _integers(x: Array, w: Array) -> Array:
 
 
 def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Convert the whole matrix to float32, then multiply. With many rows, the conversion costs little in comparison."""
+    """Convert the whole matrix to float32, which costs little in comparison to a product with many rows."""
     x = x.astype(jnp.float32)
     if not weight.group:
         values = jax.lax.optimization_barrier(_from_fp8(weight.values))
@@ -186,10 +178,7 @@ def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "...
 
 
 def _summed(row: Array, weight: Quantised) -> Array:
-    """Return row W^T for one row [D]: multiply the values elementwise and sum, in one pass.
-
-    XLA on CPU fuses the conversion of the values into such a sum, but not into a dot product.
-    """
+    """Return row W^T for one row [D] as a sum: XLA on CPU fuses the conversion into it, but not into a dot product."""
     if not weight.group:
         return jnp.sum(_from_fp8(weight.values) * row, -1) * (weight.scale * FP8_FACTOR)
     x_Gg = row.reshape(weight.values.shape[0], -1)
@@ -210,10 +199,7 @@ value."""
 
 
 def _from_fp8(values: Array) -> Array:
-    """Return e4m3 values / FP8_FACTOR as float32, by moving their bits into float16.
-
-    XLA on CPU would convert e4m3 values one by one.
-    """
+    """Return e4m3 values / FP8_FACTOR as float32, by way of float16: XLA on CPU would convert e4m3 one by one."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)

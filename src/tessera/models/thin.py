@@ -23,8 +23,7 @@ long as one."""
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:
     """Return x W^T in `dtype` for a few rows x [M,D] and W [E,D] of the same dtype.
 
-    The product is slower, because W is not cut into blocks, if E is not a multiple of BLOCKS, or if several devices
-    share W along the mesh axis "heads": blocks would not match the devices' parts.
+    W is not cut, and the product slower, if several devices share W: blocks would not match the devices' parts.
     """
     (count, inputs), outputs = x.shape, weight.shape[0]
     rows = max(count + count % 2, 2) if x.dtype.itemsize >= 4 else max(count, NARROW_ROWS)

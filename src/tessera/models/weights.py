@@ -5,6 +5,7 @@ Initialisation, loading, saving, sharding and the parameter count all use this t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -124,10 +125,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def split_sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Return the sizes that a mesh splits. It splits q, k and v by whole KV heads, each with its query heads.
-
-    The number of devices along the mesh axis "heads" must divide each size.
-    """
+    """Return the sizes that a mesh splits. It splits q, k and v by whole KV heads, each with its query heads."""
     return {
         "num_kv_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
@@ -143,10 +141,7 @@ def abstract_params(
     stacked: bool = True,
     weight_format: str | None = None,
 ) -> Params:
-    """Return the weights of a model as shapes, dtypes and shardings on a mesh, without any arrays.
-
-    If `dtype` is None, it is config.dtype. `weight_format` names a form in `core.quant.FORMS`, or is None for floats.
-    """
+    """Return the weights of a model as shapes, dtypes and shardings on a mesh, in a form of `core.quant.FORMS`."""
     dtype = jnp.dtype(dtype or config.dtype)
 
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, lead: tuple[int, ...]):
@@ -183,11 +178,7 @@ def num_parameters(config: ModelConfig) -> int:
     """Count the parameters in all weights; tied embeddings count once."""
 
     def count(weights: tuple[Weight, ...]) -> int:
-        size, total = sizes(config), 0
-        for weight in weights:
-            rows, columns = (*(size[axis] for axis in weight.axes), 1)[:2]
-            total += rows * columns
-        return total
+        return sum(prod(shape_of(weight, config)) for weight in weights)
 
     return config.num_layers * count(layer_weights(config)) + count(outer_weights(config))
 
@@ -195,10 +186,9 @@ def num_parameters(config: ModelConfig) -> int:
 def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | None:
     """Return the form in which `load(weights=name)` stores a weight, for a name in `core.quant.FORMS`; None for floats.
 
-    The matrix that computes logits (the head, or a tied embedding) takes int8 whatever the name. It does not take fewer
-    bits, because its errors go straight into the logits; and it does not stay in floats, because in a small model it is
-    a fifth of the bytes that a decoded token reads. An untied embedding stays in floats, because a lookup reads only
-    one row.
+    The matrix that computes logits (the head, or a tied embedding) takes int8 whatever the name: errors of fewer bits
+    would go straight into the logits, and in a small model it is a fifth of the bytes that a decoded token reads. An
+    untied embedding stays in floats, because a lookup reads only one row.
     """
     if name is None or not weight.is_matrix:
         return None
@@ -208,7 +198,7 @@ def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | Non
 
 
 def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ...]]:
-    """Return the logical axes of each array of a `Quantised`, by the array's name; `Weight.axes` has the same names."""
+    """Return the logical axes of each array of a `Quantised`, by the array's name."""
     outputs, inputs = weight.axes
     if not form.group:
         return {"values": (outputs, inputs), "scale": (outputs,), "sample": (None,)}
@@ -224,8 +214,8 @@ def input_parts(weight: Weight, heads: int) -> int:
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Initialise stacked weights: norms to one, biases to zero, matrices to random normal values.
 
-    The standard deviation is n ** -0.5, where n is the matrix's number of inputs, and (2 L) ** -0.5 times as much for a
-    matrix with `Weight.residual`. Models with smaller initial values never learned to copy (LOG.md).
+    The standard deviation is inputs ** -0.5, and (2 L) ** -0.5 times as much for a matrix with `Weight.residual`.
+    Models with smaller initial values never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5

@@ -56,20 +56,15 @@ def load_params(
     mesh: Mesh | None = None,
     weight_format: str | None = None,
 ) -> Params:
-    """Load a model's weights.
+    """Load a model's weights, whose dtype is float32 or bfloat16, by default that of the model's config.
 
     Args:
         source: the model's files.
-        dtype: dtype of the weights in memory, float32 or bfloat16; None means that of the model's config.
+        dtype: dtype of the weights in memory.
         stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
-        mesh: devices among which the weights are divided (`core.mesh.RULES`); each process reads only what its devices
-            hold. None loads everything onto the default device.
-        weight_format: form in which matrices are stored in memory, one of `core.quant.NAMES` that `check_forms` allows;
-            None stores them in `dtype`.
-
-    Raises:
-        ValueError: for the reasons given in `Source`; a weight is not finite; or a file was replaced while it was read.
+        mesh: devices among which the weights are divided; each process reads only what its devices hold.
+        weight_format: form of matrices in memory, one of `core.quant.NAMES` that `check_forms` allows.
     """
     config, stored = source.config, source.tensors
     dtype = np.dtype(dtype or config.dtype)
@@ -111,13 +106,10 @@ def save_folder(
     `generation` holds the contents of generation_config.json besides the ids of special tokens. Weights are written one
     tensor at a time, in their dtype, in shards of at most `shard_bytes` (a larger tensor gets a separate shard).
 
-    All files go into a new folder, to which `extra(new)` may add more. The new folder then replaces the old one
-    atomically, so a kill never leaves shards of both models (see `replace_folder`). Other files of the old folder stay,
-    such as notes or, if `tokenizer` is None, the old tokenizer's files. The disk needs space for both folders.
-
-    Raises:
-        ValueError: the folder cannot be replaced (it is a file, a mount point or the working folder), the weights are
-            quantised, or several processes hold parts of them.
+    All files go into a new folder, to which `extra(new)` may add more, and which then replaces the old one atomically
+    (see `replace_folder`). Other files of the old folder stay, such as notes or, if `tokenizer` is None, the old
+    tokenizer's files. The disk needs space for both folders. Weights that are quantised, or that several processes
+    hold, cannot be saved.
     """
     if not getattr(params.embed, "is_fully_addressable", True):
         raise ValueError("several processes hold parts of the weights: load the model in one process to save it")
@@ -160,9 +152,8 @@ def is_model_file(name: str) -> bool:
 def fingerprint(params: Params, config: ModelConfig) -> str:
     """Return a short id of the weights, equal for stacked and unrolled layers and for float32 and bfloat16 in memory.
 
-    The id is the start of a SHA-256 hash of the config and of 64 evenly spaced elements of each tensor, rounded to
-    bfloat16. Quantised weights keep these elements of the original weights, so their id is the same, and plans for the
-    model apply to them, too.
+    It hashes the config and 64 evenly spaced elements of each tensor, rounded to bfloat16. Quantised weights keep these
+    elements of the original weights, so their id is the same, and plans for the model apply to them, too.
     """
     digest, take = hashlib.sha256(), getitem if mesh_of(params) is None else take_split
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
@@ -186,10 +177,7 @@ def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
 
 
 def files_digest(source: Source) -> str:
-    """Return an id of a model's files: a hash of the config, the headers and some bytes of each tensor.
-
-    Unlike `fingerprint`, this needs no weights in memory, so processes can compare their models before they load them.
-    """
+    """Return a hash of config, headers and some bytes of each tensor, which processes compare before they load."""
     digest = hashlib.sha256(stable_repr(source.config).encode())
     for name, tensor in sorted(source.tensors.items()):
         digest.update(repr((name, *tensor[1:])).encode())

@@ -25,8 +25,8 @@ FILLS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Names of the tokens after which a model that fills in the middle of a file goes on with another file. They end an
-answer, as in llama.cpp. The keys are roles, which a GGUF file's metadata may give to other tokens."""
+"""Names, by role, of tokens after which a model that fills in the middle of a file goes on with another file. They end
+an answer, as in llama.cpp; a GGUF file's metadata may give the roles to other tokens."""
 BARRED = frozenset(name for name in NAMES if "|" in name or "｜" in name)
 """Names that no text needs: a token of such a name ends an answer even if the file does not call it special."""
 CONTROL, USER_DEFINED = 3, 4
@@ -35,13 +35,7 @@ ITS_NAME = "its name"
 
 
 class End(NamedTuple):
-    """A token that ends an answer.
-
-    Attributes:
-        id: the token's id.
-        name: the token's text; "" if the model has no tokenizer.
-        places: the files or keys that name the token.
-    """
+    """A token that ends an answer, with the files or keys that name it; `name` is "" if the model has no tokenizer."""
 
     id: int
     name: str
@@ -53,7 +47,6 @@ class End(NamedTuple):
 
 
 def describe(ends: Iterable[End]) -> str:
-    """Return a line that says which tokens end an answer, and why."""
     listed = ", ".join(map(str, ends))
     if listed:
         return f"an answer ends at {listed}"
@@ -66,8 +59,8 @@ def describe(ends: Iterable[End]) -> str:
 def folder_ends(raw: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer | None) -> tuple[End, ...]:
     """List the tokens that end an answer of a Hugging Face folder's model, given the contents of its config files.
 
-    These are `eos_token_id` of generation_config.json and of config.json, the tokenizer's eos token, and the special
-    tokens of NAMES that a chat template writes. Only if there are none of these, all special tokens of NAMES count.
+    These are each `eos_token_id`, the tokenizer's eos token, and the special tokens of NAMES that a chat template
+    writes. Only if there are none of these, all special tokens of NAMES count.
     """
     named = {file: token_ids(raw[file], "eos_token_id") for file in (GENERATION, "config.json") if file in raw}
     if tokenizer is None:
@@ -136,7 +129,7 @@ def token_key(role: str) -> str:
 
 
 def file_token(file: GgufFile, role: str) -> int | None:
-    """Return the id of a GGUF file's special token with this role; None if the file gives none that has an embedding.
+    """Return the id of a GGUF file's special token with this role, if it has an embedding.
 
     Converters write -1, or 2 ** 32 - 1, for a token that a model lacks.
     """
@@ -145,16 +138,13 @@ def file_token(file: GgufFile, role: str) -> int | None:
 
 
 def ignored_ids(file: GgufFile) -> list[str]:
-    """List the ids of special tokens of a GGUF file that have no embedding, as key=value.
-
-    A padding token is left out, because no answer or prompt of one sequence needs it.
-    """
+    """List, as key=value, the ids of special tokens of a GGUF file that have no embedding, except for padding."""
     given = {token_key(role): file.metadata.get(token_key(role)) for role in ("bos", "eos", "eot", "eom", "unknown")}
     return [f"{key}={value}" for key, value in given.items() if value is not None and not _has_row(file, key, value)]
 
 
 def _more_ends(file: GgufFile) -> list[int]:
-    """Return the ids under `tokenizer.ggml.eos_token_ids`, a list that Ollama's converter writes."""
+    """Return the ids under a key that Ollama's converter writes."""
     values = file.metadata.get(key := "tokenizer.ggml.eos_token_ids")
     listed = values.tolist() if isinstance(values, np.ndarray) else ()
     return [value for value in listed if _has_row(file, key, value)]

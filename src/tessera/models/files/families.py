@@ -123,11 +123,7 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Return the sliding window in tokens, or None if the model has none.
-
-    In Qwen's configs, the layers from max_window_layers on use the window. A model in which only some layers use it is
-    refused.
-    """
+    """Return the sliding window in tokens, which the layers from max_window_layers on use, so that all or none must."""
     if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
     first, layers = _given(raw, "max_window_layers", 28), raw["num_hidden_layers"]
@@ -169,15 +165,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
-    """Read a Hugging Face config, whose keys may have their older or newer names, into a ModelConfig.
-
-    Args:
-        raw: contents of config.json.
-        generation: contents of generation_config.json; the tokens that either file names as eos_token_id end an answer.
-
-    Raises:
-        ValueError: a key is missing or not supported; the message names the first such key and its value.
-    """
+    """Read the contents of config.json, with older or newer names of keys, and the ends of generation_config.json."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={quoted(kind)} is not supported: it must be one of {', '.join(FAMILIES)}")
@@ -293,11 +281,7 @@ def token_ids(raw: Raw, key: str) -> tuple[int, ...]:
 
 
 def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) -> dict[str, Any]:
-    """Render the config as Hugging Face's config.json, with the older keys, which every version of transformers reads.
-
-    Raises:
-        ValueError: Hugging Face's config of this family cannot express the config.
-    """
+    """Render config.json with the older keys, which every version of transformers reads."""
     family = FAMILIES[config.family]
     raw = {
         "architectures": [family.architecture],
@@ -368,7 +352,7 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
 
 
 def _hint(key: str, value: Any) -> str:
-    """Return what a refusal of the key adds: a way to use the model without the key; "" if there is none."""
+    """Return what a refusal of the key adds: a way to use the model without the key."""
     if key != "dual_chunk_attention_config" or not isinstance(value, Mapping):
         return ""
     length = value.get("original_max_position_embeddings") or value.get("chunk_size") or 262144

@@ -133,11 +133,7 @@ def _is_whole(target: Path, pinned: Pinned) -> bool:
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove the unfinished downloads that killed processes left. The caller must hold the folder's lock.
-
-    The pip process of a killed fetch may continue for a while and write into the folder, so removal is tried up to
-    CLEARING_TRIES times.
-    """
+    """Remove the unfinished downloads of killed processes, whose pip may still write. The caller must hold the lock."""
     for stale in folder.glob(PARTIAL + "*"):
         for _ in range(CLEARING_TRIES):
             shutil.rmtree(stale, ignore_errors=True)

@@ -14,11 +14,7 @@ from tessera.models.weights import form_of, input_parts, layer_name, layer_weigh
 
 
 def require_weights(source: Source, config: ModelConfig, weight_format: str | None, on: Mesh | None) -> None:
-    """Raise ValueError if this model's matrices cannot be stored in a form, and MemoryError if the weights and the
-    programs that use them do not fit in memory.
-
-    `weight_format` is as in `check_forms`; None means floats of config.dtype.
-    """
+    """Raise an error if matrices cannot be stored in a form, or if weights and their programs do not fit in memory."""
     check_forms(source, weight_format, num_head_parts(on))
     kinds = source.kinds if weight_format == STORED else {}
     types = Types(weights=weight_format or config.dtype, dtype=config.dtype, kinds=kinds)
@@ -30,10 +26,7 @@ def require_weights(source: Source, config: ModelConfig, weight_format: str | No
 
 
 def check_forms(source: Source, weight_format: str | None, heads: int = 1) -> None:
-    """Raise ValueError if a matrix, split over `heads` devices, cannot be stored in the form of this name.
-
-    `weight_format` is one of `core.quant.NAMES`, or None for floats. No weight is read.
-    """
+    """Raise ValueError if a matrix, split over `heads` devices, cannot be stored in this form of `core.quant.NAMES`."""
     check_name(weight_format)
     if weight_format == STORED:
         _check_kept(source, heads)

@@ -76,20 +76,14 @@ class GenerationConfig:
     ignored: Mapping[str, Any] = MappingProxyType({})
 
     def sampling(self) -> dict[str, float | int]:
-        """Return the default temperature (0 if `do_sample` is False) and the other sampling arguments that are set.
-
-        At temperature 0, the filters have no effect.
-        """
+        """Return the default temperature (0 if `do_sample` is False) and the other sampling arguments that are set."""
         drawn = 1.0 if self.temperature is None else self.temperature
         found = {"temperature": drawn if self.do_sample else 0.0}
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         return found | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def note(self, given: Mapping[str, Any]) -> str:
-        """Return a line that lists the file's settings that take effect because `given` does not set them.
-
-        Return "" if none takes effect. An argument that is None counts as not given.
-        """
+        """Return a line that lists the settings that take effect because `given` does not set them; "" if none does."""
         values, given = self.sampling(), {name: value for name, value in given.items() if value is not None}
         left = {name: value for name, value in values.items() if name not in given and value != OFF[name]}
         if not {**values, **given}["temperature"]:  # greedy: only the penalty counts
@@ -99,7 +93,6 @@ class GenerationConfig:
         return f"{FILE} sets {', '.join(f'{name} {value:g}' for name, value in left.items())}: flags override the file"
 
     def warning(self) -> str:
-        """Return a line that lists the ignored settings; "" if there are none."""
         values = ", ".join(f"{name}={value}" for name, value in self.ignored.items())
         return f"{FILE}: ignoring {escaped(values, 200)} (not supported)" if values else ""
 
@@ -109,7 +102,6 @@ class GenerationConfig:
 
 
 def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
-    """Read the contents of generation_config.json."""
     check_fields(raw, FIELDS, FILE)
     if raw.get("top_k") == -1:  # vLLM's value for "off", which transformers does not read
         raw = {**raw, "top_k": 0}

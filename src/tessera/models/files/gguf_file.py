@@ -93,8 +93,7 @@ class GgufTensor(NamedTuple):
         layout: how values are stored.
         shape: outermost dimension first, as in NumPy.
         offset: position of the tensor's first byte in the file.
-        heads: number of heads whose rows llama.cpp interleaved; None if rows are in the order of Hugging Face's
-            checkpoint.
+        heads: number of heads whose rows llama.cpp interleaved; None if rows are in Hugging Face's order.
     """
 
     path: Path
@@ -195,13 +194,7 @@ class _Header:
 
 
 def read_gguf(path: str | os.PathLike) -> GgufFile:
-    """Read and check a GGUF file's header.
-
-    The memory needed is a small multiple of the header's size, whatever sizes the header claims.
-
-    Raises:
-        ValueError: the file is not GGUF or is cut short, or a count, size, offset or type is impossible.
-    """
+    """Read and check a GGUF file's header, in a small multiple of its bytes, whatever sizes it claims."""
     path = Path(path)
     with open(path, "rb") as file:
         header = _Header(file, path)
@@ -235,22 +228,13 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
         return GgufFile(path=path, metadata=metadata, tensors=_read_tensor_table(header, num_tensors, metadata))
 
 
-def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
-    """Dequantise one tensor into `out`, which has the tensor's shape, in the dtype of `out`; see `read_gguf_rows`."""
-    rows = out.reshape(tensor.shape[0], -1)
-    for where, values in read_gguf_rows(name, tensor, range(rows.shape[0]), range(rows.shape[1])):
-        rows[where] = values
-    return out
-
-
 def read_gguf_rows(
     name: str, tensor: GgufTensor, rows: range, columns: range
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
     """Yield blocks of a tensor's dequantised rows: their row numbers, and their values [rows, columns] as float32.
 
     A vector has one column. Only the quantised blocks that hold the columns are dequantised. If llama.cpp interleaved
-    the rows of each head, so that rows 2 i and 2 i + 1 rotate together, the row numbers follow Hugging Face's order, in
-    which rows i and i + H / 2 rotate together; `rows` must then hold whole heads.
+    the rows of each head, the row numbers follow Hugging Face's order, and `rows` must hold whole heads.
     """
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
     if len(tensor.shape) == 1:  # stored as one row
@@ -264,7 +248,10 @@ def read_gguf_rows(
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
-    """Return int [count]: for each row of q or k in llama.cpp's order, the row's index in Hugging Face's order."""
+    """Return int [count]: for each row of q or k in llama.cpp's order, the row's index in Hugging Face's order.
+
+    Rows 2 i and 2 i + 1 of a head rotate together in llama.cpp's order, rows i and i + H / 2 in Hugging Face's.
+    """
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
@@ -286,7 +273,6 @@ def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Itera
 
 
 def check_stored_type(name: str, tensor: GgufTensor) -> None:
-    """Raise ValueError unless a matrix's type is in KINDS or in FLOATS."""
     kind = tensor.layout.name
     if kind not in KINDS and kind not in FLOATS:
         raise ValueError(
@@ -298,11 +284,9 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
 def read_stored(
     name: str, tensor: GgufTensor, rows: range, columns: range
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Yield several rows of a matrix at a time, as stored: M rows, each in n blocks of 32 inputs.
+    """Yield M rows of a matrix at a time, as stored in n blocks of 32 inputs: as `read_gguf_rows`, but not dequantised.
 
     A yielded tuple holds the row numbers, values int8 [M,n,32], scales float16 [M,n], and zero points [M,n] or None.
-
-    The row numbers follow Hugging Face's order, as in `read_gguf_rows`. The columns must be whole blocks of 32 inputs.
     """
     kind, inputs = KINDS[tensor.layout.name], tensor.shape[1]
     row_bytes = inputs // STORED_GROUP * tensor.layout.num_bytes
@@ -378,7 +362,7 @@ def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor
 
 @cache
 def layout_of(kind: int) -> Layout | None:
-    """Return the layout of the tensor type with this number; None if the gguf package cannot dequantise the type."""
+    """Return the layout of the tensor type with this number, if the gguf package can dequantise the type."""
     import gguf
 
     try:

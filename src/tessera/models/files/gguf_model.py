@@ -16,7 +16,7 @@ from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope, extended_context
 from tessera.models.files.ends import file_token, ignored_ids
-from tessera.models.files.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
+from tessera.models.files.gguf_file import GgufFile, GgufTensor, read_gguf_rows
 from tessera.models.files.unread import changes_model
 from tessera.models.weights import LAYER, OUTER, layer_name
 
@@ -81,10 +81,7 @@ FACTOR_TOLERANCE = 1e-5
 
 
 class Metadata:
-    """A file's metadata under its architecture's prefix; each value is checked when it is read.
-
-    Arguments named `key` omit the prefix: pass "block_count" for "llama.block_count".
-    """
+    """A file's metadata by key without its architecture's prefix; each value is checked when it is read."""
 
     def __init__(self, file: GgufFile):
         self.file = file
@@ -135,10 +132,7 @@ class Metadata:
 
 
 def gguf_config(meta: Metadata) -> ModelConfig:
-    """Read the decoder's config from a GGUF file's metadata.
-
-    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` stays empty: `ends.gguf_ends` finds them.
-    """
+    """Read the decoder's config from a GGUF file's metadata, without `eos_ids`, which `ends.gguf_ends` finds."""
     file, architecture = meta.file, ARCHITECTURES[meta.architecture]
     meta.refuse_unknown()
     tensors = file.tensors
@@ -270,7 +264,8 @@ def _llama3(meta: Metadata, stored: GgufTensor, theta: float, head_dim: int, max
     """
     if stored.shape != (head_dim // 2,):
         raise ValueError(f"{ROPE_FACTORS} in {stored.path} has shape {stored.shape}, not ({head_dim // 2},)")
-    factors = read_gguf_tensor(ROPE_FACTORS, stored, np.empty(stored.shape, np.float32)).astype(np.float64)
+    [(_, factors)] = read_gguf_rows(ROPE_FACTORS, stored, range(1), range(1))
+    factors = factors[:, 0].astype(np.float64)
     if np.all(factors == 1):
         return Rope(theta=theta)
     factor = float(str(np.float32(factors.max())))

@@ -94,10 +94,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
-    """Build the tokenizer and chat template of a GGUF file; return None if the file has no tokenizer.
-
-    Without a tokenizer, prompts must be lists of token ids.
-    """
+    """Build the tokenizer and chat template of a GGUF file; return None if the file has no tokenizer."""
     meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
     if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
@@ -174,8 +171,7 @@ def _templates(vocab: _Vocabulary) -> tuple[str | None, str | None]:
 
 
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a byte-level BPE tokenizer, which writes bytes as printable characters and merges them within the pieces
-    that the pre-tokenizer produces."""
+    """Build a byte-level BPE tokenizer, which merges characters for bytes within the pre-tokenizer's pieces."""
     if vocab.pre not in EXPRESSIONS:
         raise ValueError(
             f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: {len(EXPRESSIONS)} names are, such as "

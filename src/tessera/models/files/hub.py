@@ -8,12 +8,9 @@ from tessera.models.files.tensor_file import INDEX, SINGLE, no_weights
 
 
 def download(name: str, *, config_only: bool, check: Callable[[Path], object]) -> Path:
-    """Download a model into the hub's cache and return its folder.
+    """Download a model "owner/name", or its config files alone, into the hub's cache and return its folder.
 
-    Args:
-        name: the hub's "owner/name".
-        config_only: download config.json and generation_config.json alone.
-        check: function that is called with the folder before the weights are downloaded; an error stops the download.
+    check(folder) is called before the weights are downloaded; an error stops the download.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

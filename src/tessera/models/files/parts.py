@@ -27,10 +27,8 @@ Where = slice | np.ndarray
 """Row numbers of a block, as a slice or an array."""
 
 Reader = Callable[[str, Any, range, range], Iterator[tuple[Where, np.ndarray]]]
-"""Function read(name, tensor, rows, columns) that yields these rows and columns of a tensor, some rows at a time.
-
-`tensor` says where a file holds it. A vector has one column.
-"""
+"""Function read(name, tensor, rows, columns) that yields some rows of a stored tensor at a time. A vector has one
+column."""
 
 Box = tuple[int, int, int, int]
 """Part of a tensor: (first row, end of rows, first column, end of columns)."""
@@ -73,10 +71,7 @@ class Sample:
         self.missing &= ~wanted
 
     def complete(self, read: Reader, name: str, tensor: Any) -> np.ndarray:
-        """Read the elements that are still missing because no part of this process holds them, and return all elements.
-
-        The result is bfloat16 [SAMPLE].
-        """
+        """Read the elements that no part of this process holds, and return all elements as bfloat16 [SAMPLE]."""
         outputs, inputs = tensor.shape
         heads = getattr(tensor, "heads", None)
         unit = 1 if heads is None else outputs // heads  # GGUF's readers need whole heads
@@ -87,10 +82,7 @@ class Sample:
 
 
 class Part:
-    """One device's part of a weight, or of L stacked weights: arrays [L,...], by their names in `Quantised`.
-
-    Without a form, the part is a float array, "values".
-    """
+    """One device's part of a weight, or of L stacked weights: arrays [L,...], by their names in `Quantised`."""
 
     def __init__(self, box: Box, count: int, form: Form | None, packed: bool, dtype: np.dtype):
         self.box, self.form, self.packed = box, form, packed
@@ -130,16 +122,7 @@ def load_weight(
 ) -> jax.Array | Quantised:
     """Load one weight: one tensor or, with `lead` = (L,), a stack of L tensors of the same shape.
 
-    Args:
-        read: reader for the file's format.
-        tensors: location of each tensor, by name.
-        weight: the weight's entry in the table of `models.weights`, which says how a mesh splits it.
-        form: form to which a matrix is rounded; None loads floats.
-        kept: keep a GGUF file's blocks, whose form the file says.
-        lead: () or (L,).
-        dtype: float dtype of the model.
-        mesh: mesh over whose devices the weight is split; each process reads only what its devices hold. None means the
-            default device.
+    A matrix is rounded to `form`, or, if `kept`, keeps a GGUF file's blocks; else it is loaded as floats of `dtype`.
     """
     form = stored_form(tensors) if kept else form
     shape = next(iter(tensors.values())).shape
@@ -180,11 +163,7 @@ def read_parts(
     packed: bool,
     dtype: np.dtype,
 ) -> tuple[dict[Box, Part], np.ndarray | None]:
-    """Read tensors into parts, one per distinct box; return the parts by box, and samples as bfloat16 [L,SAMPLE].
-
-    With `kept`, blocks of a GGUF file are read as they are stored instead of being rounded to `form`. With `packed`, a
-    byte holds two four-bit values. Floats have no samples.
-    """
+    """Read tensors into parts by distinct box, and samples as bfloat16 [L,SAMPLE], which floats lack."""
     parts = {box: Part(box, len(tensors), form, packed, dtype) for box in dict.fromkeys(boxes)}
     rows = range(min(box[0] for box in parts), max(box[1] for box in parts))
     columns = range(min(box[2] for box in parts), max(box[3] for box in parts))
@@ -230,10 +209,7 @@ def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: S
 
 
 def boxes_of(shape: tuple[int, ...], weight: Weight, mesh: Mesh | None) -> dict[Any, Box]:
-    """Map each device of this process to the rows and columns that it holds; without a mesh, map None to all.
-
-    A vector has one column.
-    """
+    """Map each device of this process to the rows and columns that it holds; without a mesh, map None to all."""
     everything = {None: (slice(None),) * len(shape)}
     indices = everything if mesh is None else sharding(mesh, weight.axes).addressable_devices_indices_map(shape)
 
@@ -269,11 +245,7 @@ def sampled(size: int) -> np.ndarray:
 
 
 def overlap(where: Where, first: int, end: int) -> tuple[Where, Where]:
-    """Return two indices for copying rows from a block to a part of a tensor: one into the block, one into the part.
-
-    `where` gives the block's rows as row numbers of the tensor. The part holds the tensor's rows from `first` up to,
-    but not including, `end`.
-    """
+    """Return two indices of the rows that a block and a part [first, end) share: into the block, and into the part."""
     if isinstance(where, slice):
         start = max(where.start, first)
         stop = max(min(where.stop, end), start)

@@ -243,7 +243,6 @@ class Gguf(Source):
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """Return the files of the model in a folder or GGUF file; nothing is read yet."""
     path = Path(path)
     return Gguf(path) if path.is_file() else Folder(path)
 
@@ -252,12 +251,7 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Source:
     """Find a model, given as a local folder or GGUF file, a key of `fetch.SOURCES`, or a hub id.
 
     The model of a Hugging Face hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if
-    the config is supported, the weights. With `config_only`, only the config files are downloaded. If a save of the
-    folder was killed between its two renames, `finish_swap` first completes the save.
-
-    Raises:
-        ValueError: there is no such folder or file, the named model has not been fetched yet, or the hub has no such
-            model or cannot be reached.
+    the config is supported, the weights. With `config_only`, only the config files are downloaded.
     """
     try:
         path = Path(name).expanduser()
@@ -279,11 +273,7 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Source:
 
 
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Source | None]:
-    """Return a model's config and its files, without reading or downloading weights.
-
-    `name` is as for `resolve`, or a key of `catalogue.MODELS`; such a model has no files. For a hub id, only
-    config.json and generation_config.json are downloaded.
-    """
+    """Return a model's config and its files, without downloading weights; a key of `catalogue.MODELS` has no files."""
     if str(name) in catalogue.MODELS and not Path(name).exists():
         return catalogue.MODELS[str(name)], None
     try:

@@ -92,7 +92,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def no_weights(place: object, names: Sequence[str]) -> ValueError:
-    """Return the error for a folder or hub model without SINGLE and INDEX, given the names of its files."""
+    """Return the error for a folder or hub model that lacks SINGLE and INDEX, given the names of its files."""
     held = {suffix: [name for name in names if name.endswith(suffix)] for suffix in (".gguf", ".safetensors")}
     own = [name for name in names if Path(name).name.startswith("consolidated")]
     if held[".gguf"]:
@@ -176,14 +176,7 @@ def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
 
 
 def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield blocks of a tensor's rows: their row numbers, and their values [rows, columns] in the file's dtype.
-
-    A vector has one column.
-
-    Raises:
-        ValueError: a value in these rows and columns is NaN or infinite, or the file was cut short after its header was
-            read.
-    """
+    """Yield blocks of a tensor's rows: their row numbers, and their finite values [rows, columns] as stored."""
     dtype, width = DTYPES[tensor.dtype], prod(tensor.shape[1:])
     bits, exponent = EXPONENTS[tensor.dtype]
     row_bytes = width * dtype.itemsize
@@ -212,14 +205,7 @@ def write_file(
     arrays: Iterator[np.ndarray],
     about: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write one safetensors file.
-
-    Args:
-        path: the file.
-        specs: dtype and shape of each tensor by name.
-        arrays: the tensors, in the order of `specs`.
-        about: additional entries for the header's metadata.
-    """
+    """Write one safetensors file of tensors in the order of `specs`, with the entries `about` in its metadata."""
     codes = {dtype: code for code, dtype in DTYPES.items()} | {np.dtype(np.int32): "I32"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     offset = 0

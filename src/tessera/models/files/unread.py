@@ -88,10 +88,7 @@ USUAL = {
 
 
 def changes_model(key: str, value: Any) -> str | None:
-    """Return the name of the key, or of a key inside its value, that may change the model's mathematics; else None.
-
-    Values that switch a feature off change nothing.
-    """
+    """Return the name of the key, or of a key inside its value, that may change the model's mathematics; else None."""
     words = [word.lower() for word in WORDS.findall(key)]
     if NEEDED.fullmatch(key.lower()) and (value is True or (value is not None and _is_off(value, words))):
         return None if value is True or value == {} or value == [] else key
@@ -107,7 +104,6 @@ def changes_model(key: str, value: Any) -> str | None:
 
 
 def ignoring(keys: list[str]) -> str:
-    """Return a line that lists keys that are ignored; "" if there are none."""
     names = escaped(", ".join(sorted(keys)), 300)
     return f"ignoring {names} (unknown, and not about the model's mathematics by name)" if keys else ""
 

@@ -14,12 +14,8 @@ from tessera.core.escapes import escaped
 WORKER = Path(__file__).with_name("template_worker.py")
 
 LIMIT_S, WAIT_S = 10.0, 30.0
-"""Maximum seconds of processor time to render a template, which is the template's fault if they are exceeded, and
-maximum seconds to wait for it, which on a busy machine are not. Both grow by one second per MILLION characters of the
-conversation.
-
-Templates take milliseconds, but a conversation of a million tokens may take seconds to cross the pipe.
-"""
+"""Maximum seconds of processor time to render a template, and maximum seconds to wait for it on a busy machine. Both
+grow by one second per MILLION characters of the conversation, which may take seconds to cross the pipe."""
 MILLION = 1_000_000
 READY_S, EXIT_S = 60.0, 2.0
 """Maximum seconds until the worker is ready, which takes 0.2 s on an idle machine, and until it exits."""
@@ -46,16 +42,10 @@ class Renderer:
         return Renderer, ()  # a copy of a tokenizer starts another process
 
     def render(self, template: str, variables: Mapping[str, Any], size: int = 0) -> str:
-        """Render a template.
+        """Render a jinja template with plain JSON data; raise ValueError if it fails or exceeds a limit.
 
-        Args:
-            template: jinja source.
-            variables: the template's variables, plain JSON data.
-            size: number of characters of the conversation as JSON; the limits on time and output grow with it.
-
-        Raises:
-            ValueError: the template is invalid, fails, or exceeds its limit on time, memory or output.
-            Unavailable: the worker does not start, or did not use its processor time and yet did not answer in time.
+        The limits on time and output grow with `size`, the number of characters of the conversation as JSON. Raise
+        Unavailable if the worker does not start, or did not use its processor time and yet did not answer in time.
         """
         limit_s = LIMIT_S + size // MILLION
         request = {"template": template, "variables": variables, "limit_s": limit_s}

@@ -58,16 +58,7 @@ class Traits:
 
 
 def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:
-    """Return a template's traits.
-
-    Args:
-        render: function that renders messages with the template, with the keyword argument `tools`; it raises
-            ValueError if the template fails.
-        offered: whether the conversations offer a tool.
-
-    Raises:
-        Unavailable: the process that renders templates does not answer.
-    """
+    """Return a template's traits in conversations that offer a tool or none; `render` is `Tokenizer.render_chat`."""
     tools, slow = [TOOL] if offered else None, False
 
     def rendered(messages: Sequence[Message]) -> str:

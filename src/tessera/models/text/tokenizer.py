@@ -27,8 +27,7 @@ FILES = frozenset(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
     + [TEMPLATE_FILE, TEMPLATE_FOLDER]
 )
-"""Files, and a folder of files, that `load_tokenizer` reads. Saving replaces or removes all of them, so that a
-tokenizer never gets the chat template of another one."""
+"""What `load_tokenizer` reads. Saving removes all of it, so that a tokenizer never gets another one's chat template."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the template for chats and of the one for chats with tools, where a model has several."""
 
@@ -36,8 +35,8 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Name of a token that is one byte, in vocabularies with byte fallback."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MARK = "\ufdd0"
-"""A Unicode noncharacter, which text should not contain. `_mark` inserts it into the names of special tokens in chat
-messages, so that the tokenizer does not recognise the names. It is removed before the text is tokenised."""
+"""A Unicode noncharacter. `_mark` inserts it into the names of special tokens in chat messages, so that the tokenizer
+does not recognise the names. It is removed before the text is tokenised."""
 CUT = "\ufdd1"
 """Another noncharacter: where to cut a rendered conversation whose last message is to go on."""
 
@@ -91,8 +90,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-sequence token; None if there is none. A model may stop at others, too: see
-        `ModelConfig.eos_ids`."""
+        """Id of the end-of-sequence token, if there is one. A model may stop at others, too: `ModelConfig.eos_ids`."""
         return self.special_id("eos_token")
 
     @property
@@ -106,27 +104,19 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Encode a text as token ids.
 
-        Args:
-            text: any text.
-            add_special: add the tokens that the model expects around a text (often a leading bos).
-            parse_special: turn the names of special tokens in the text, such as "<|user|>", into these tokens, as
-                transformers does. False treats every character as text (for documents and quoted chats).
+        With `add_special`, add the tokens that the model expects around a text (often a leading bos). With
+        `parse_special`, names of special tokens in the text, such as "<|user|>", become these tokens, as in
+        transformers; without it, every character is text.
         """
         self.backend.encode_special_tokens = not parse_special
         return _encode(self.backend, text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD, and unknown ids are dropped.
-
-        `skip_special` leaves special tokens out of the text.
-        """
+        """Decode token ids to text. Bytes that are not UTF-8 become U+FFFD, and unknown ids are dropped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text. They may be a part of a character.
-
-        The name of a special token counts as its text.
-        """
+        """Return the UTF-8 bytes that a token adds to a text. They may be a part of a character, or a special name."""
         letter = self.backend.token_to_id("a")
         first = [] if letter is None else [letter]  # decoders drop the space before a first word
         text = self.decode([*first, token], skip_special=False).removeprefix(self.decode(first, skip_special=False))
@@ -139,10 +129,7 @@ class Tokenizer:
         return bytes(_BYTES[character] for character in name) if known else text.encode()
 
     def stream(self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> "TextStream":
-        """Return a decoder that takes one id at a time; `skip_special` is as in `decode`.
-
-        The names of the special tokens in `shown` stay in the text: marks of tool calls, for example.
-        """
+        """Return a decoder that takes one id at a time; names of the special tokens in `shown` stay in the text."""
         return TextStream(self, skip_special, shown)
 
     def render_chat(
@@ -158,13 +145,9 @@ class Tokenizer:
         Args:
             messages: the conversation's messages, {"role": ..., "content": ...}, as plain JSON data.
             add_generation_prompt: end with the start of the assistant's turn.
-            continue_final: end inside the last message, which the model then goes on with.
-            variables: other variables of the template (tools, documents, enable_thinking, ...). If `tools` is not
-                empty, `tool_template` is rendered, if there is one.
-
-        Raises:
-            ValueError: there is no template, the messages or variables are not plain JSON data, the template fails, or
-                it does not write the whole text of the last message, which is to go on.
+            continue_final: end inside the last message, whose whole text the template must write.
+            variables: other variables of the template (documents, enable_thinking, ...). Non-empty `tools` select
+                `tool_template`, if there is one.
         """
         if continue_final:
             messages, last = _cut_last(messages)
@@ -203,10 +186,6 @@ class Tokenizer:
 
         Only the template can write special tokens. The name of a special token in a message or variable stays text, so
         that a message cannot end its own turn. With `parse_special`, the name becomes the token, as in transformers.
-        With `continue_final`, the tokens end inside the last message.
-
-        Raises:
-            ValueError: as `render_chat` does.
         """
         data = {**variables, "messages": messages}
         _plain_size(data)
@@ -235,11 +214,7 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(raw))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja to a folder.
-
-        The files have the format that transformers reads. Either all files are written or none. Tokenizer files from an
-        earlier save are removed; the folder's other files stay.
-        """
+        """Write the tokenizer's files to a folder, as transformers reads them: all or none. Other files stay."""
         with replace_folder(Path(folder), outdated=FILES.__contains__) as new:
             self.write(new)
 
@@ -256,10 +231,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decoder that takes one id at a time and returns pieces of text.
-
-    The joined pieces are the text of all ids, and no piece ends inside a character.
-    """
+    """Decoder from single ids to pieces of text, which join to the text of all ids; none ends inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()):
         self._tokenizer = tokenizer
@@ -270,10 +242,7 @@ class TextStream:
         self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Take one id and return the text that has become final.
-
-        This is often the token's text, but it is "" while a character is incomplete.
-        """
+        """Take one id and return the text that has become final: "" while a character is incomplete."""
         if token in self._shown:
             piece = self.finish() + (self._tokenizer.backend.id_to_token(int(token)) or "")
             self._ids, self._context, self._given = [], 0, ""
@@ -326,10 +295,7 @@ def _cut_last(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, 
 
 
 def _until_cut(text: str, last: str) -> str:
-    """Return a rendered conversation up to CUT, before which the text of the last message must be.
-
-    White space does not count: templates trim messages.
-    """
+    """Return a rendered conversation up to CUT. Templates trim messages, so white space before CUT may differ."""
     text, cut, _ = text.rpartition(CUT)
     if not cut:
         raise ValueError("the chat template does not write the last message: do not continue it")

@@ -90,10 +90,7 @@ SETTINGS = MappingProxyType(
 
 
 class LibraryErrors:
-    """Context manager that turns errors of the tokenizers library, Rust panics included, into ValueError.
-
-    The error's message begins with `what`.
-    """
+    """Context manager that turns errors of the tokenizers library, Rust panics included, into ValueError."""
 
     def __init__(self, what: str):
         self.what = what
@@ -112,10 +109,7 @@ def check_tokenizer(raw: Mapping[str, Any]) -> None:
 
 
 def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError if tokenizer.json gives an id that differs from the backend's id of the same token.
-
-    The tokens checked are the added tokens, and the tokens that the post-processor puts around texts.
-    """
+    """Raise ValueError if the id of an added token, or of one around texts, differs from the backend's."""
     claims = [(token["content"], token["id"]) for token in raw.get("added_tokens") or ()]
     for entry in _templates(raw.get("post_processor") or {}):
         claims += zip(entry.get("tokens") or (), entry.get("ids") or ())
@@ -127,10 +121,7 @@ def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
 
 
 def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the special tokens of a post-processor and of the post-processors inside it.
-
-    The tokenizers library has already checked that these entries have the right structure.
-    """
+    """Yield the special tokens of a post-processor, whose structure the tokenizers library has already checked."""
     if processor.get("type") == "Sequence":
         for inner in processor["processors"]:
             yield from _templates(inner)

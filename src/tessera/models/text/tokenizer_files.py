@@ -32,10 +32,7 @@ Flags = dict[str, bool]
 
 
 def load_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
-    """Read a Hugging Face folder's tokenizer; return None if the folder has none.
-
-    Without a tokenizer, prompts must be lists of token ids. `config` is the contents of config.json.
-    """
+    """Read a Hugging Face folder's tokenizer, if it has one; `config` is the contents of config.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         other = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
@@ -95,10 +92,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_templates(folder: Path, inline: Any) -> tuple[str | None, str | None]:
-    """Return the template for chats and the template for chats with tools, each None if there is none.
+    """Return the template for chats and the template for chats with tools.
 
-    As in transformers, the files chat_template.jinja and additional_chat_templates/NAME.jinja replace `inline`, which
-    is the value of chat_template in tokenizer_config.json: a template, a list or object of named templates, or None.
+    As in transformers, the files chat_template.jinja and additional_chat_templates/NAME.jinja replace `inline`, the
+    value of chat_template in tokenizer_config.json.
     """
     files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path := folder / TEMPLATE_FILE).is_file():
@@ -111,11 +108,7 @@ def _read_templates(folder: Path, inline: Any) -> tuple[str | None, str | None]:
 
 
 def choose_templates(named: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Choose the template for chats and the template for chats with tools from a model's named templates.
-
-    Without a template called "default", chats use the first one that is not for tools, or the only one. An empty
-    template is none.
-    """
+    """Choose the templates for chats and for chats with tools. Without a "default", chats use the first other one."""
     named = {name: template for name, template in named.items() if template}
     others = [template for name, template in named.items() if name != TOOL_USE]
     tool = named.get(TOOL_USE)
@@ -133,10 +126,7 @@ def _read_text(path: Path) -> str:
 
 
 def named_tokens(*settings: Mapping[str, Any]) -> dict[str, Flags]:
-    """Return the special tokens that the settings name, in the order in which transformers adds them.
-
-    Each has the flags of its last mention, and is special.
-    """
+    """Return the special tokens that the settings name, in transformers' order, with the flags of the last mention."""
     found: dict[str, Flags] = {}
     for token in _mentions(settings):
         content = token.get("content") if isinstance(token, Mapping) else token
@@ -155,7 +145,7 @@ def _mentions(settings: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def listed_tokens(folder: Path, decoder: Mapping[str, Any] | None, named: Mapping[str, Flags]) -> dict[int, Any]:
-    """Return the tokens of `decoder`, the value of added_tokens_decoder, or without it those of added_tokens.json."""
+    """Return the tokens by id of `decoder`, the value of added_tokens_decoder, or else of added_tokens.json."""
     path = folder / ADDED_FILE
     if decoder is not None or not path.is_file():
         return {int(key): token for key, token in (decoder or {}).items()}
@@ -172,10 +162,7 @@ def listed_tokens(folder: Path, decoder: Mapping[str, Any] | None, named: Mappin
 def add_listed(
     backend: tokenizers.Tokenizer, tokens: Mapping[int, Mapping[str, Any]], path: Path, *, update: bool
 ) -> tokenizers.Tokenizer:
-    """Add the tokens of the file `path` that tokenizer.json lacks, and return the tokenizer.
-
-    With `update`, the flags of tokens that tokenizer.json has change to those of `tokens`.
-    """
+    """Add the tokens that tokenizer.json lacks, and return the tokenizer; with `update`, change the others' flags."""
     known, demoted = backend.get_added_tokens_decoder(), False
     for number, token in sorted(tokens.items(), key=lambda item: item[0]):
         content, found = token["content"], backend.token_to_id(token["content"])
@@ -205,10 +192,9 @@ def add_listed(
 
 
 def add_named(backend: tokenizers.Tokenizer, named: Mapping[str, Flags], rows: int | None, folder: Path) -> None:
-    """Make the named tokens special, and add those that the vocabulary lacks at its end while `rows` has room.
+    """Make the named tokens special, and add those that the vocabulary lacks while the embeddings' `rows` have room.
 
-    `rows` is the number of the model's embeddings; None is no limit. One character, such as a padding token "!", stays
-    an ordinary piece.
+    One character, such as a padding token "!", stays an ordinary piece.
     """
     without = []
     for content, flags in named.items():
@@ -243,10 +229,7 @@ def _set_flags(backend: tokenizers.Tokenizer, token: AddedToken, flags: Flags) -
 def surround_as_set(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], specials: Mapping[str, str], config: Mapping[str, Any]
 ) -> None:
-    """Put bos and eos around each text if add_bos_token and add_eos_token say so, and the tokenizer's class obeys them.
-
-    `config` is the contents of config.json, which names the class if `settings` do not.
-    """
+    """Put bos and eos around each text as add_bos_token and add_eos_token say, if the tokenizer's class obeys them."""
     wanted = {role: settings.get(f"add_{role}_token") for role in ("bos", "eos")}
     llama = "LlamaTokenizer" if config.get("model_type") in ("llama", "mistral") else ""
     name = settings.get("tokenizer_class") or config.get("tokenizer_class") or llama
@@ -268,7 +251,6 @@ def surround_as_set(
 def surround(
     backend: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]
 ) -> processors.TemplateProcessing:
-    """Build a post-processor that adds these tokens before and after each text."""
     second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
     around = dict.fromkeys([*before, *after])
     with LibraryErrors(f"the tokenizers library refused the special tokens {escaped(list(around))}"):
