@@ -31,7 +31,6 @@ from tessera.core import hardware
 from tessera.measure import compare, evidence
 from tessera.measure.errors import plain
 from tessera.measure.evidence import Record, What
-from tessera.measure.series import series
 
 
 class Case(NamedTuple):
@@ -156,7 +155,7 @@ def gate(suite: str = "cpu", **options) -> int:
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
     asked = set(options.get("only") or ())
-    old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
+    old = [r for r in evidence.read(stored) if r.suite == suite and (not asked or r.case in asked)]
     if not old:
         raise ValueError(f"{stored} has no record of --suite {suite} for these cases: run them without --gate first")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
@@ -181,13 +180,8 @@ def _done(path: Path, suite: str) -> set[str]:
     if code.dirty or code.commit is None or not path.exists():
         return set()
     machine = evidence.here().machine
-    mine = [r for r in evidence.read(path) if (r.code, series(r), r.where.machine) == (code, suite, machine)]
-    return {_case(r) for r in mine} - {_case(r) for r in mine if r.error}
-
-
-def _case(record: Record) -> str:
-    """Return the name of the record's case, which is the last word of its command."""
-    return record.command.rpartition(" ")[2]
+    mine = [r for r in evidence.read(path) if (r.code, r.suite, r.where.machine) == (code, suite, machine)]
+    return {r.case for r in mine} - {r.case for r in mine if r.error}
 
 
 def _line(record: Record) -> str:

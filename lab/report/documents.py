@@ -35,7 +35,7 @@ from lab.studies.validation import MEDIAN_GOAL, P90_GOAL, RANK_GOAL
 from tessera.core import files
 from tessera.core.units import three
 from tessera.measure import evidence
-from tessera.measure.evidence import Record
+from tessera.measure.evidence import OWN_MODEL, Record
 from tessera.measure.series import current
 
 PAGES = (
@@ -49,9 +49,6 @@ PAGES = (
     "docs/evidence.md",
 )
 """Files that contain rendered tables."""
-
-OWN_MODEL = "own_model_"
-"""Prefix of the workload names in records of `tessera bench --model`."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
@@ -78,12 +75,12 @@ def _short(versus: evidence.Comparison) -> str:
 
 def speed(records: Sequence[Record]) -> Table:
     """List the comparisons that the benchmark suites measured."""
-    return _compared([r for r in records if not r.what.workload.startswith(OWN_MODEL)])
+    return _compared([r for r in records if r.suite != OWN_MODEL])
 
 
 def own_model(records: Sequence[Record]) -> Table:
     """List the prefill times that `tessera bench --model` measured, under the plan and dense."""
-    return _compared([r for r in records if r.what.workload.startswith(OWN_MODEL)])
+    return _compared([r for r in records if r.suite == OWN_MODEL])
 
 
 def _compared(records: Sequence[Record]) -> Table:

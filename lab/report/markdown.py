@@ -7,14 +7,13 @@ from typing import NamedTuple
 from tessera.core.units import quantity
 from tessera.measure import evidence
 from tessera.measure.evidence import Key, Record
-from tessera.measure.series import series
 
 
 def side_by_side(records: Iterable[Record]) -> list[Record]:
     """Reorder records so that the records of one measurement on several machines are adjacent."""
-    groups: dict[tuple[Key, str], list[Record]] = {}
+    groups: dict[Key, list[Record]] = {}
     for record in records:
-        groups.setdefault((record.key._replace(machine=""), series(record)), []).append(record)
+        groups.setdefault(record.key._replace(machine=""), []).append(record)
     return [record for group in groups.values() for record in group]
 
 
@@ -52,9 +51,9 @@ def of_one_machine(name: str, draw: Callable[[Sequence[Record]], Table], records
     The column "machine" is dropped, since the provenance names the machine. A last line counts the other machines, and
     names the command that shows them.
     """
-    figures: dict[str, dict[tuple[Key, str], Record]] = {}
+    figures: dict[str, dict[Key, Record]] = {}
     for shown in draw(records).records:
-        figures.setdefault(shown.where.machine, {})[shown.key, series(shown)] = shown
+        figures.setdefault(shown.where.machine, {})[shown.key] = shown
     if not figures:
         return ""
 

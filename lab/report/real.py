@@ -11,7 +11,6 @@ from tessera.core.units import three
 from tessera.measure.evidence import Record
 from tessera.measure.judge import paired
 from tessera.measure.judge.contenders import EXACT, NEAR, OTHER, PLAN, WINDOW
-from tessera.measure.series import series
 
 TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
@@ -49,7 +48,7 @@ def answered(records: Iterable[Record], op: str, alone: bool = False) -> list[Re
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
         if record.what.op == op and not record.error:
-            groups.setdefault((record.where.machine, series(record), record.code.commit), []).append(record)
+            groups.setdefault((record.where.machine, *record.run, record.code.commit), []).append(record)
     crossed = [own for own in groups.values() if any(r.what.config.get("crossover_tokens") for r in own)]
     runs = [own for own in groups.values() if own not in crossed] if alone else crossed or list(groups.values())
     run = max(runs, key=lambda own: (len(own), max(r.date for r in own)), default=[])
@@ -92,8 +91,8 @@ def gaps(records: Sequence[Record]) -> str:
 
 def others(records: Iterable[Record]) -> str:
     """Compare other plans with the evaluated plan, on text, then on questions, in the largest run with other plans."""
-    runs = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
-    run = [r for r in records if (series(r), r.code.commit) in runs]
+    runs = {(r.run, r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
+    run = [r for r in records if (r.run, r.code.commit) in runs]
     shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
     titles = list(dict.fromkeys(r.facts["policy"] for r in shown if r.facts["policy"].startswith(OTHER)))
     lead = "KL per token, nats (95 %), or answers kept of dense's (95 %); keys read"

@@ -38,7 +38,7 @@ def _correct(records: Sequence[Record]) -> Iterator[Row]:
 
 def _answers(records: Sequence[Record]) -> Iterator[Row]:
     """Yield a row per length: the share of dense's needles that the default model's plan keeps."""
-    asked = real.answered([r for r in records if "--model" not in r.command], real.TASK)
+    asked = real.answered([r for r in records if "--model" not in r.case], real.TASK)
     for r in sorted((r for r in asked if r.what.kernel == "plan"), key=lambda r: r.facts["length"]):
         if r.facts["kind"] == "single" and r.facts["policy"] == "the plan" and r.facts.get("kept") is not None:
             target = f">= {100 * KEPT_GOAL:.0f} % of the needles at {r.facts['length']:,} tokens"

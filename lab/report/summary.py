@@ -6,15 +6,13 @@ from typing import Any
 from lab.report import real, tables
 from lab.report.markdown import keys_read, markdown, newest, provenance, ratio_of, result_of
 from lab.studies import figures
-from tessera.measure.evidence import Record
+from tessera.measure.evidence import OWN_MODEL, Record
 from tessera.measure.judge.contenders import CONTROL, PLAN, WINDOW
 
 NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (4096, 8192), (4096, 8192), 8192
 """Tokens: lengths of the documents with needles, range of positions in the text, length of the timed prompt."""
 KEPT_GOAL = 0.95
 """Share of dense's needles that a plan should keep; a smaller share is printed in bold."""
-BENCH = "tessera bench --model smollm2"
-"""Start of the command whose records hold the prefill times."""
 
 Row = tuple[list[str], list[Record]]
 
@@ -115,7 +113,9 @@ def _prefill(records: Sequence[Record]) -> Row:
     timed = [
         r
         for r in records
-        if r.command.startswith(BENCH) and r.where.device == "cpu" and r.what.config.get("tokens") == PREFILL_TOKENS
+        if (r.suite, r.case) == (OWN_MODEL, "smollm2")
+        and r.where.device == "cpu"
+        and r.what.config.get("tokens") == PREFILL_TOKENS
     ]
     compared = [r for r in timed if r.comparison and not r.error]
     plan = _held(max(compared, key=lambda r: r.date, default=None), f"prefill of {PREFILL_TOKENS:,} tokens")
@@ -170,8 +170,8 @@ def _gains(predicted: Sequence[Record]) -> str:
 
 
 def _of_smollm2(records: Iterable[Record]) -> list[Record]:
-    """Select records of the real suites' default model. Commands with --model ran another model."""
-    return [r for r in records if "--model" not in r.command]
+    """Select records of the real suites' default model. Cases with --model ran another model."""
+    return [r for r in records if "--model" not in r.case]
 
 
 def _with_keys(text: str, record: Record) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 from lab.report.markdown import Table, interval, markdown, newest, provenance, ratio_of, result_of, title_of
 from tessera.core.units import quantity, three
 from tessera.measure.evidence import Record
-from tessera.measure.series import series
 
 HELD_OUT = "held-out text"
 """Start of the workload name of each record that measures closeness to dense."""
@@ -85,7 +84,7 @@ def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
 
     The settings include the plan: after a plan changes, a cell stays empty until it is measured under the new plan.
     """
-    asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
+    asked = [r for r in records if r.what.op.startswith("eval ") and (r.suite, r.case) == (suite, "")]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
     return [r for r in asked if r.what.config == newest_of[_policy(r), r.where.machine].what.config]
 
@@ -233,7 +232,7 @@ def tune(records: Sequence[Record]) -> Table:
 
 def _search(record: Record) -> str:
     """Name the search method, and whether the cost model or a random draw chose its first candidates."""
-    method, tried = series(record) or "genetic", record.facts.get("candidates")
+    method, tried = record.suite or "genetic", record.facts.get("candidates")
     if not tried:
         return method
     by_model = any(entry.get("origin") == "seed" for entry in tried)

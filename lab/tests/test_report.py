@@ -132,7 +132,7 @@ def test_a_page_shows_the_newest_machine_of_those_with_as_many_figures(newer):
 
 
 def test_a_models_own_times_are_a_table_of_their_own():
-    ours = replace(compared()[1], command="tessera bench --model smollm2")
+    ours = replace(compared()[1], suite=evidence.OWN_MODEL, case="smollm2")
     own = replace(ours, what=replace(ours.what, workload="own_model_8192", title="prefill of a model"))
     assert "prefill of a model" not in report.render("speed", [*compared(), own])
     assert "| prefill of a model, float32 | 1.00 s | torch | 2.00x" in report.render("own-model", [*compared(), own])

@@ -237,7 +237,7 @@ def test_the_use_of_each_machine_stands_side_by_side():
 def test_a_search_shows_what_won_how_sure_it_is_and_what_failed():
     (won, (default, better), kernel), (lost, _, _) = search(refused=False), search(refused=True)
     crashed = evidence.make(What(op="tune", kernel="k", workload="w"), (), command="c", error="no default runs")
-    other = replace(on(AMD, won), command="tessera tune --workload w --method tpe")
+    other = replace(on(AMD, won), suite="tpe")
     _, rows = lines("tune", [on(AMD, won), on(INTEL, lost), on(AMD, crashed), other])
     ranks = "| 3, 1 failed | 0.50 |  | 0.88 |"
     lead = f"| prefill_16k_gqa, dense | AMD EPYC, 2 cores | {kernel} | {default} "

@@ -183,6 +183,25 @@ def test_appending_survives_a_kill(tmp_path):
     assert [r.what.kernel for r in evidence.read(path)][before:] == ["after"]
 
 
+@pytest.mark.parametrize(
+    ("op", "command", "found"),
+    [
+        ("model", "tessera bench --suite cpu --only crossover", ("cpu", "crossover")),
+        ("eval task", "python -m lab eval --suite demo", ("demo", "")),
+        ("eval real text", "tessera eval --suite real --rival a.json b.json", ("real", "--rival a.json b.json")),
+        ("model", "tessera bench --model smollm2", ("own model", "smollm2")),
+        ("tune", "tessera tune --workload w --method tpe", ("tpe", "")),
+        ("demo", "python -m lab demo", ("", "")),
+    ],
+)
+def test_old_records_get_the_suite_and_case_of_their_command(op, command, found):
+    """Schema 1 had neither field."""
+    new = replace(record(), what=evidence.What(op=op, kernel="k", workload="w"), command=command, suite="", case="")
+    old = json.loads(evidence.encode(new)) | {"schema": 1}
+    assert (evidence.decode(json.dumps(old)).suite, evidence.decode(json.dumps(old)).case) == found
+    assert evidence.make(new.what, [1.0], command=command).key[-2:] == found
+
+
 def test_later_records_replace_earlier_ones(tmp_path):
     evidence.append(tmp_path / "b.jsonl", [record("x", (2.0,)), record("y", (5.0,))])
     evidence.append(tmp_path / "c.jsonl", record("x", (1.0,)))
@@ -222,7 +241,7 @@ def test_a_good_run_of_the_same_command_replaces_a_crash():
     good, bad = record("x"), crash(record("x"))
     assert list(evidence.latest([bad, good]).values()) == [good]
     assert list(evidence.latest([good, bad]).values()) == [good, bad]
-    assert list(evidence.latest([bad, replace(good, command="tessera bench --only other")]).values())[0] == bad
+    assert list(evidence.latest([bad, replace(good, case="other")]).values())[0] == bad
     assert list(evidence.latest([bad, elsewhere(good, cores=96)]).values())[0] == bad
 
 

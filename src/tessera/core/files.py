@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -197,13 +197,18 @@ def replace_text(path: Path, text: str) -> None:
     write_whole(path, lambda temporary: write_text(temporary, text))
 
 
-def read_lines(path: Path) -> list[Any]:
-    """Return the values in a JSON Lines file; [] if the file is missing. Skip a last line that a kill cut short."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a JSON Lines file. Skip a last line that a kill cut short."""
+    lines = path.read_bytes().split(b"\n")
     if not _whole(lines[-1]):  # empty when the file ends in a newline
         lines.pop()
+    return lines
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the values in a JSON Lines file; [] if the file is missing. Skip a last line that a kill cut short."""
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(whole_lines(path) if path.exists() else (), start=1):
         try:
             found.append(json.loads(line))
         except ValueError as error:
@@ -212,14 +217,21 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append a JSON object to a JSON Lines file and flush the file to disk; create its folder if needed.
+    """Append a JSON object to a JSON Lines file, as `append_lines` does."""
+    append_lines(path, json.dumps(value).encode() + b"\n")
 
-    A last line that a kill cut short is removed first. Only one process may write to the file at a time.
+
+def append_lines(path: Path, data: bytes) -> None:
+    """Append whole lines to a JSON Lines file and flush the file to disk; create its folder if needed.
+
+    A last line that a kill cut short is removed first. Processes that append to the same file take turns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
-        data = json.dumps(value).encode() + b"\n"
-        if file.tell():
+        if fcntl is not None:
+            with suppress(OSError):  # this file system has no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 data = _mend(file) + data

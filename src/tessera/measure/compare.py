@@ -14,13 +14,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from tessera.measure import evidence
 from tessera.measure.evidence import INTERVAL_ROUNDS, Key, Record
-from tessera.measure.series import current, is_prediction, series
+from tessera.measure.series import current, is_prediction
 
 UNJUDGED: Final = 3
 """Exit code of a comparison that found no regression but could not judge every figure."""
@@ -37,13 +37,6 @@ there."""
 COMPILED: Final = ("gpu gates", "tpu sweep")
 """Operations whose results repeat exactly, since only a compiler decides them. Predictions repeat too; `is_prediction`
 recognises them."""
-
-
-class Figure(NamedTuple):
-    """Identity of a figure: its key, and its suite, since suites run the same cases at different sizes."""
-
-    key: Key
-    suite: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +71,17 @@ class Change:
         return not self.regressed and (self.interval is None or self.interval[0] < 1 - WANTED)
 
 
-def figures(records: Iterable[Record]) -> dict[Figure, Record]:
+def figures(records: Iterable[Record]) -> dict[Key, Record]:
     """Return the latest record of each figure."""
-    return {Figure(record.key, series(record)): record for record in current(records)}
+    return {record.key: record for record in current(records)}
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
     """Yield the change of every figure whose latest records in both sets have equal sizes and no error."""
     old, new = figures(before), figures(after)
-    for figure, record in new.items():
-        if figure in old and alike(old[figure], record):
-            yield change(figure.key, (old[figure], peer_of(old[figure], old)), (record, peer_of(record, new)))
+    for key, record in new.items():
+        if key in old and alike(old[key], record):
+            yield change(key, (old[key], peer_of(old[key], old)), (record, peer_of(record, new)))
 
 
 def alike(before: Record, after: Record) -> bool:
@@ -105,7 +98,7 @@ def _settings(record: Record) -> str:
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
     """Return the second set's latest records that are errors, unless the same figure is an error in the first set."""
     old = figures(before)
-    return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
+    return [r for key, r in figures(after).items() if r.error and (key not in old or not old[key].error)]
 
 
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
@@ -116,27 +109,22 @@ def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
     """
     before = list(before)
     old, new = figures(before), figures(after)
-    runs, crashed = {(f.suite, f.key.machine) for f in new}, {_case(r) for r in new.values() if r.error}
-    last = {r.command: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
-    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # `figures` drops short runs
+    runs, crashed = {(key.suite, key.machine) for key in new}, {r.run for r in new.values() if r.error}
+    last = {r.run: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
+    asked = {r.key for r in before if r.code == last.get(r.run)}  # `figures` drops short runs
     return [
         record
-        for figure, record in old.items()
-        if (figure.suite, figure.key.machine) in runs and not record.error and figure in asked
-        if _case(record) not in crashed and not (figure in new and alike(record, new[figure]))
+        for key, record in old.items()
+        if (key.suite, key.machine) in runs and not record.error and key in asked
+        if record.run not in crashed and not (key in new and alike(record, new[key]))
     ]
 
 
-def _case(record: Record) -> tuple[str, str]:
-    """Return the record's suite and case. The case, if any, ends the command, whose first words changed over time."""
-    return series(record), record.command.rpartition(" ")[2]
-
-
-def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
+def peer_of(record: Record, table: dict[Key, Record]) -> Record | None:
     """Return the peer's record of the same interleaved run; None if the set lacks it."""
     if record.comparison is None or not record.how.interleaved:
         return None
-    found = table.get(Figure(record.key._replace(kernel=record.comparison.against), series(record)))
+    found = table.get(record.key._replace(kernel=record.comparison.against))
     same_run = found is not None and found.command == record.command and len(found.samples) == len(record.samples)
     return found if same_run else None
 

@@ -14,15 +14,18 @@ import statistics
 import subprocess
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
-from tessera.core import hardware
+from tessera.core import files, hardware
 
-SCHEMA = 1
+SCHEMA = 2
+"""2 added `Record.suite` and `Record.case`."""
+OWN_MODEL = "own model"
+"""Suite of the records that `tessera bench --model` makes."""
 INTERVAL_ROUNDS = 5
 """Minimum samples for a bootstrap interval. An interval of fewer samples tells little more than the samples' range."""
 
@@ -116,13 +119,16 @@ class Comparison:
 
 
 class Key(NamedTuple):
-    """Identity of a measurement. It names the machine, so a record never replaces one from another machine."""
+    """Identity of a measurement. It names the machine, so a record never replaces one from another machine, and the
+    suite, since suites run the same cases at different sizes."""
 
     op: str
     kernel: str
     workload: str
     dtype: str
     machine: str
+    suite: str
+    case: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,7 @@ class Record:
         flops, bytes: work of one sample, by the stated formula of the workload.
         facts: other numbers of the same run; names carry their units.
         command: command line that repeats the measurement.
+        suite, case: what `suite_and_case` finds in the command.
     """
 
     what: What
@@ -143,6 +150,8 @@ class Record:
     how: How
     command: str
     date: str
+    suite: str = ""
+    case: str = ""
     unit: str = "s"
     samples: tuple[float, ...] = ()
     median: float | None = None
@@ -161,7 +170,13 @@ class Record:
     @property
     def key(self) -> Key:
         """Key of the measurement; a later record of the same key replaces an earlier one."""
-        return Key(self.what.op, self.what.kernel, self.what.workload, self.what.dtype, self.where.machine)
+        what = self.what
+        return Key(what.op, what.kernel, what.workload, what.dtype, self.where.machine, self.suite, self.case)
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """The part of a suite that is run as a whole; for a record without a suite, its command."""
+        return (self.suite, self.case) if self.suite else (self.command,)
 
     @property
     def traceable(self) -> bool:
@@ -203,12 +218,15 @@ def make(
     rates: dict[str, float] = dict(work or {})
     if median and fields_.get("unit", "s") == "s":
         rates |= {f"{name}_per_s": amount / median for name, amount in rates.items()}
+    suite, case = suite_and_case(what.op, command)
     record = Record(
         what=what,
         where=here(),
         code=code(),
         how=how or How(iterations=len(samples)),
         command=command,
+        suite=suite,
+        case=case,
         date=now(),
         samples=samples,
         median=median,
@@ -220,6 +238,20 @@ def make(
     if private:
         raise ValueError(f"a record must not name {private}: pass relative paths and plain words")
     return record
+
+
+def suite_and_case(op: str, command: str) -> tuple[str, str]:
+    """Find the suite and its case in a command; ("", "") if it names none.
+
+    The case is the value of --only or, in a suite without such cases, the command's other flags, such as "--model
+    FOLDER". The method of `tune` counts as a suite, and so does `bench --model`, whose cases are the models.
+    """
+    if op == "tune":
+        return command.partition("--method ")[2], ""
+    if model := command.partition("tessera bench --model ")[2]:
+        return OWN_MODEL, model
+    suite, _, rest = command.partition("--suite ")[2].partition(" ")
+    return suite, rest.removeprefix("--only ")
 
 
 def now() -> str:
@@ -310,7 +342,11 @@ def decode(line: str) -> Record:
     for name in ("samples", "density"):
         if body.get(name) is not None:
             body[name] = tuple(body[name])
-    return _checked(Record(**body))
+    record = Record(**body)
+    if record.schema < 2:
+        suite, case = suite_and_case(record.what.op, record.command)
+        record = replace(record, suite=suite, case=case)
+    return _checked(record)
 
 
 def _checked(record: Record) -> Record:
@@ -326,7 +362,7 @@ def _checked(record: Record) -> Record:
                 raise ValueError(f"{name}.{inner.name}={getattr(part, inner.name)!r:.40} must be {inner.type}")
     if not isinstance(record.facts, Mapping):
         raise ValueError(f"facts={record.facts!r:.40} must be an object")
-    for name in ("command", "date", "unit", "error"):
+    for name in ("command", "suite", "case", "date", "unit", "error"):
         if not isinstance(getattr(record, name), str if name != "error" else str | None):
             raise ValueError(f"{name}={getattr(record, name)!r:.40} must be a string")
     single = (record.median, record.spread, record.flops, record.bytes, record.peak_fraction)
@@ -356,50 +392,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
-    """Append records to a file with one write and one fsync, after removing a last line that a kill cut short."""
+    """Append records to a file, as `files.append_lines` does."""
     batch = [records] if isinstance(records, Record) else list(records)
-    data = "".join(encode(record) + "\n" for record in batch).encode()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        _lock(handle)
-        size = os.fstat(handle).st_size
-        if size and os.pread(handle, 1, size - 1) != b"\n":
-            _drop_cut_line(handle, size)
-        written = os.write(handle, data)
-        if written != len(data):
-            raise OSError(f"wrote only {written} of {len(data)} bytes of records to {path.name}: is the disk full?")
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows: the caller must ensure one writer at a time
-        return
-    fcntl.flock(handle, fcntl.LOCK_EX)
-
-
-def _drop_cut_line(handle: int, size: int) -> None:
-    """Remove the file's last line, which has no line end. If the line is a whole record, add the line end instead."""
-    text = os.pread(handle, size, 0)
-    start = text.rfind(b"\n") + 1
-    if _whole(text[start:]):
-        os.write(handle, b"\n")
-    else:
-        os.ftruncate(handle, start)
-
-
-def _whole(line: bytes) -> bool:
-    """Return whether a line is complete JSON. A JSON object that was cut short never is."""
-    try:
-        json.loads(line)
-    except ValueError:  # JSON and UTF-8 errors both
-        return False
-    return True
+    files.append_lines(Path(path), "".join(encode(record) + "\n" for record in batch).encode())
 
 
 def read(path: str | os.PathLike) -> list[Record]:
@@ -408,11 +403,8 @@ def read(path: str | os.PathLike) -> list[Record]:
     Raises:
         ValueError: any other line is not a record; the message gives its line number.
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    if not _whole(lines[-1]):  # empty if the file ends in a line end
-        lines.pop()
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(files.whole_lines(Path(path)), start=1):
         if not line.strip():
             continue
         try:
@@ -425,13 +417,13 @@ def read(path: str | os.PathLike) -> list[Record]:
 def latest(records: Iterable[Record]) -> dict[Key, Record]:
     """Return the last record of each key, in order of first appearance. A later error replaces an earlier figure.
 
-    A command that crashed as a whole left one error record that names no kernel. The next record of the same command
-    on the same machine removes that error.
+    A case that crashed as a whole left one error record that names no kernel. The next record of the same case on the
+    same machine removes that error.
     """
     table: dict[Key, Record] = {}
-    crashes: dict[tuple[str, str], Key] = {}
+    crashes: dict[tuple[str, ...], Key] = {}
     for record in records:
-        case = (record.command, record.where.machine)
+        case = (*record.run, record.where.machine)
         if case in crashes:
             table.pop(crashes.pop(case), None)
         if record.error and not record.what.kernel:

@@ -1,4 +1,4 @@
-"""Choose among the records of one measurement: which suite or method made them, and which is the last that counts."""
+"""Choose the records that count: the last of each measurement, unless an earlier one has more samples."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,15 +7,12 @@ from tessera.measure.evidence import Key, Record
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each key and series (see `series`). A key includes the machine.
+    """Return the last record of each key.
 
     A time with too few samples for an interval does not replace a time with an interval at the same sizes and settings,
-    unless the same command recorded an error in between.
+    unless the same case recorded an error in between.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(series(record), []).append(record)
-    return [record for group in groups.values() for record in evidence.latest(_without_short(group)).values()]
+    return list(evidence.latest(_without_short(records)).values())
 
 
 def _without_short(records: Iterable[Record]) -> Iterator[Record]:
@@ -28,19 +25,8 @@ def _without_short(records: Iterable[Record]) -> Iterator[Record]:
         elif timed and held and held.what.config == record.what.config:
             continue
         elif record.error:
-            full = {key: other for key, other in full.items() if other.command != record.command}
+            full = {key: other for key, other in full.items() if other.run != record.run}
         yield record
-
-
-def series(record: Record) -> str:
-    """Return the suite or search method that a record's command names; an empty text if it names none.
-
-    Records with equal keys from different series do not replace each other. The suites of `tessera eval` and `tessera
-    bench` measure the same things at different settings or sizes, and the methods of `tessera tune` search the same
-    space.
-    """
-    option = "--method " if record.what.op == "tune" else "--suite "
-    return record.command.partition(option)[2].partition(" --only")[0]
 
 
 def is_prediction(record: Record) -> bool:
