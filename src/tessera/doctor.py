@@ -38,12 +38,8 @@ the call reads all keys)."""
 
 
 def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
-    """Return the report as plain data. Its `problems` are sentences, one per fault found.
-
-    Args:
-        plan: plan file to include in the report; None includes none.
-        config: config of the model that the plan must fit; None skips this check.
-    """
+    """Return the report as plain data. Its `problems` are sentences, one per fault found. `plan` is a further plan file
+    to report, and `config` the config that it must fit."""
     problems: list[str] = []
     asked = {} if plan is None else {"plan": _plan(plan, config, problems)}
     shipped = _plans(problems)

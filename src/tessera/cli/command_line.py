@@ -63,9 +63,6 @@ def run(command: Any, *, computes: bool = True) -> int:
     """Run a command and return its exit code: after an error 2, with one line on standard error; after Ctrl-C 130.
 
     `computes` says whether the command needs the address space that JAX takes.
-
-    Raises:
-        BrokenPipeError: the process that reads standard output has closed the pipe.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("tessera").setLevel(logging.DEBUG if command.debug else logging.INFO)

@@ -9,11 +9,8 @@ at 2 GiB."""
 
 
 def explained(error: Exception) -> str:
-    """Return an error's message as one sentence, with advice if the disk or the memory is full.
-
-    For an error of the operating system, return "x: No such file or directory" instead of Python's
-    "[Errno 2] No such file or directory: 'x'".
-    """
+    """Return an error's message as one sentence, with advice if the disk or the memory is full; for an error of the
+    operating system, "x: No such file or directory" instead of Python's "[Errno 2] No such file or directory: 'x'"."""
     if isinstance(error, MemoryError) and ": " not in str(error):  # not ours: ours give advice after a colon
         return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or use a smaller model"
     if not isinstance(error, OSError) or error.errno is None or error.strerror is None:

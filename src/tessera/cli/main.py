@@ -1,7 +1,5 @@
-"""The command line: one frozen dataclass per subcommand, whose fields are its flags.
-
-Heavy modules are imported only when a command runs.
-"""
+"""The command line: one frozen dataclass per subcommand, whose fields are its flags. Heavy modules are imported only
+when a command runs."""
 
 import json
 import sys

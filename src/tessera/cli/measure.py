@@ -1,7 +1,4 @@
-"""The commands that measure: bench, verify and eval, with their flags.
-
-Heavy modules are imported only when a command runs.
-"""
+"""The commands that measure: bench, verify and eval. Heavy modules are imported only when a command runs."""
 
 import sys
 from dataclasses import dataclass

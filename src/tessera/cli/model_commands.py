@@ -1,5 +1,4 @@
-"""Commands that obtain models: `fetch` downloads one, `convert` writes one as a Hugging Face folder. The module also
-provides the default of --model."""
+"""Commands that obtain models, `fetch` and `convert`, and the default of --model."""
 
 import sys
 from dataclasses import dataclass
@@ -73,10 +72,8 @@ def with_its_plan(model):
 
 
 def named_model(name: str | None) -> str | Path:
-    """Return the value of --model, or the folder of the shipped model if the value is None.
-
-    An empty value, such as an unset variable in a script, is returned as it is, so that loading it fails.
-    """
+    """Return the value of --model, or the folder of the shipped model if it is None. An empty value, such as an unset
+    variable in a script, stays, so that loading it fails."""
     return shipped_model() if name is None else name
 
 

@@ -11,10 +11,8 @@ PERIOD_S = 600.0
 
 
 class PromptBar:
-    """Progress bar on standard error: tokens read, tokens/s and time left. It vanishes once the prompt is read.
-
-    The bar stays hidden for short prompts, and if standard error is not a terminal.
-    """
+    """Progress bar on standard error: tokens read, tokens/s and time left. It vanishes once the prompt is read, and
+    stays hidden for short prompts and without a terminal."""
 
     def __init__(self):
         self._progress: Progress | None = None

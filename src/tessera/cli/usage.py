@@ -103,9 +103,7 @@ def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
 
 def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str | None:
     """Return the error for the first word that looks like a flag but is not `known`; None if all flags are known.
-
-    tyro's own check would report missing flags first, and would parse -ngl as -n gl.
-    """
+    tyro's own check would report missing flags first, and would parse -ngl as -n gl."""
     for word in takewhile(lambda word: word != "--", words):
         name = word.partition("=")[0].replace("_", "-")
         joined = name[:2] in known and name not in FLAGS  # a value joined to a short flag, as in -n3

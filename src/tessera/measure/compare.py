@@ -44,10 +44,8 @@ class Change:
     """One figure in the two sets of records.
 
     Attributes:
-        key: what was measured.
         before, after: medians, or ratios to the peer if `against` names one.
         unit: unit of `before` and `after`; "x" for a ratio.
-        against: name of the peer; None if medians are compared.
         factor: how many times better the second set is; below 1 is worse.
         interval: bootstrap 95 % interval of `factor`; None if a set has fewer than INTERVAL_ROUNDS samples.
     """
@@ -72,7 +70,6 @@ class Change:
 
 
 def figures(records: Iterable[Record]) -> dict[Key, Record]:
-    """Return the latest record of each figure."""
     return {record.key: record for record in current(records)}
 
 
@@ -130,10 +127,8 @@ def peer_of(record: Record, table: dict[Key, Record]) -> Record | None:
 
 
 def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
-    """Compute the change of one figure from (record, peer's record) of each set; None means that there is no peer.
-
-    The ratio to the peer is compared if both sets have the peer's record, else the median.
-    """
+    """Compute the change of one figure from (record, peer's record or None) of each set. The ratio to the peer is
+    compared if both sets have the peer's record, else the median."""
     paired = before[1] is not None and after[1] is not None
     rng = np.random.default_rng(0)
     sides = [drawn(record, peer if paired else None, rng) for record, peer in (before, after)]
@@ -182,11 +177,6 @@ def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tupl
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; return the exit code.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or holds no records, or the two share no figure.
-    """
     return compare(evidence.read(before), evidence.read(after), f"{before} and {after}")
 
 
@@ -194,10 +184,7 @@ def compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
     """Print what changed from one set of records to another.
 
     Return 1 if a figure is worse beyond noise or became an error; otherwise UNJUDGED if a figure could not be judged or
-    is missing; otherwise 0.
-
-    Raises:
-        ValueError: the two sets share no figure.
+    is missing; otherwise 0. Sets that share no figure are a ValueError.
     """
     found, errors, missing = list(changes(old, new)), broken(old, new), vanished(old, new)
     if not found and not errors:

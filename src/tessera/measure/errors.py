@@ -6,11 +6,8 @@ import tempfile
 
 
 def plain(error: BaseException | str, *, whole: bool = False) -> str:
-    """Return an error's type and the first line of its message, cut to 400 characters.
-
-    With `whole`, return all lines of the message, joined into one line and cut to 600 characters. If `error` is a
-    string, no type is added.
-    """
+    """Return an error's type and the first line of its message, cut to 400 characters; with `whole`, all lines, joined
+    and cut to 600. A string has no type."""
     said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = " ".join((said if whole else (said.splitlines() or [""])[0]).split())
     return without_names(text)[: 600 if whole else 400]

@@ -201,9 +201,7 @@ def make(
     """Build a record of samples taken here and now: fill in where, code, date, median, spread and rates.
 
     Args:
-        what: the thing measured.
         samples: raw samples in `unit` (default seconds); may be empty only when `error` is given.
-        command: command line that repeats the measurement.
         how: method; by default only the number of samples.
         work: {"flops": per sample, "bytes": per sample}; rates per second are added if the unit is seconds.
         fields_: further fields of Record (unit, density, comparison, facts, error).
@@ -322,11 +320,7 @@ def encode(record: Record) -> str:
 
 
 def decode(line: str) -> Record:
-    """Decode the record of one line.
-
-    Raises:
-        ValueError: the line is not a record, or has a newer schema.
-    """
+    """Decode the record of one line; raise ValueError if it is not a record, or has a newer schema."""
     body = json.loads(line)
     if not isinstance(body, dict) or "what" not in body:
         raise ValueError(f"{line[:80]!r} is not a record: it must be a JSON object with the field 'what'")
@@ -398,11 +392,8 @@ def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
 
 
 def read(path: str | os.PathLike) -> list[Record]:
-    """Read all records of a file in order, ignoring a last line that a kill cut short.
-
-    Raises:
-        ValueError: any other line is not a record; the message gives its line number.
-    """
+    """Read all records of a file in order, ignoring a last line that a kill cut short. Any other line that is not a
+    record is a ValueError that gives its number."""
     records = []
     for number, line in enumerate(files.whole_lines(Path(path)), start=1):
         if not line.strip():

@@ -11,10 +11,8 @@ from tessera.sparse.contract import Reads
 
 
 def versus(against: str, baseline: Sequence[float], ours: Sequence[float], target: float | None) -> Comparison:
-    """Compare medians: the ratio baseline / ours, its interval, and whether the ratio meets the target.
-
-    With fewer than INTERVAL_ROUNDS samples, there is no interval.
-    """
+    """Compare medians: the ratio baseline / ours, its interval if there are enough samples, and whether it meets the
+    target."""
     found = timing.ratio(baseline, ours)
     return Comparison(
         against=against,
@@ -26,7 +24,6 @@ def versus(against: str, baseline: Sequence[float], ours: Sequence[float], targe
 
 
 def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
-    """Draw the token ids of a random prompt."""
     return np.random.default_rng([seed & 0xFFFFFFFF, 7]).integers(0, config.vocab_size, length).tolist()
 
 

@@ -48,7 +48,7 @@ def interleave(
     until: float = math.inf,
     least: int = 1,
 ) -> dict[str, list[float]]:
-    """Sample each contender once per round.
+    """Sample each contender once per round; all contenders' samples at one index come from the same round.
 
     Args:
         contenders: name -> function that takes the round number, which can seed fresh inputs, and returns seconds.
@@ -59,9 +59,6 @@ def interleave(
         until: deadline on the clock of `time.monotonic`. A round does not start if, at the mean duration of the earlier
             rounds (pauses included), it would end past the deadline.
         least: number of rounds that run even past the deadline; values below 1 count as 1.
-
-    Returns:
-        name -> seconds, one sample per round; all contenders' samples at one index come from the same round.
     """
     if rounds < 1:
         raise ValueError(f"{rounds=} must be at least 1")
@@ -120,10 +117,8 @@ def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) ->
 
 
 def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
-    """Cap the ceilings at one device's share of its chip's nominal peaks; leave them unchanged if `chip` is None.
-
-    The bfloat16 peak caps every dtype, since no other dtype that is measured here has a higher peak.
-    """
+    """Cap the ceilings at one device's share of its chip's nominal peaks, if the chip is known. The bfloat16 peak caps
+    every dtype, since no other dtype that is measured here has a higher peak."""
     if chip is None:
         return found
     most = chip.bf16_flops_per_s / chip.devices
@@ -134,9 +129,8 @@ def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
 def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
     """Return the shortest time in seconds, over `rounds` calls, until one element of the result is on the host.
 
-    The ceilings must expose measured times that are too short to be real. If `time_call` stopped its clock too early,
-    ceilings measured with `time_call` would hide that fault. Here the clock cannot stop too early, since no element
-    reaches the host before the program ends.
+    The ceilings must expose measured times that are too short to be real. `time_call` would hide a clock that stops too
+    early; here it cannot, since no element reaches the host before the program ends.
     """
     last = jax.jit(lambda out: out.ravel()[-1])
     taken = []

@@ -34,11 +34,8 @@ class Race(RuntimeError):
 
 
 def machine(kernel: Kernel):
-    """Return a context in which the kernel runs on this machine, in simulation if the kernel's chip is absent.
-
-    Raises:
-        Race: on exit from the context, if the simulation found a race.
-    """
+    """Return a context in which the kernel runs on this machine, in simulation if the kernel's chip is absent. It
+    raises Race on exit if the simulation found one."""
     if not is_simulated(kernel):
         return contextlib.nullcontext()
     return {"tpu": _simulated_tpu, "gpu": _simulated_gpu}[kernel.platform](kernel.name)
@@ -92,10 +89,8 @@ def _simulated_gpu(name: str):
 
 @contextlib.contextmanager
 def _every(module, name: str):
-    """Yield a list that collects the race detectors (instances of class `name` of `module`), one per kernel launch.
-
-    The simulator itself keeps only the last launch's detector.
-    """
+    """Yield a list that collects the race detectors (instances of class `name` of `module`), one per kernel launch; the
+    simulator itself keeps only the last one."""
     plain, made = getattr(module, name), []
 
     def kept(**kwargs):
@@ -111,10 +106,8 @@ def _every(module, name: str):
 
 @contextlib.contextmanager
 def _direct_callbacks():
-    """Let the simulator's callbacks take and return numpy arrays in this context, without copies through a device.
-
-    The copies would take half of the simulation time of the Hopper kernels.
-    """
+    """Let the simulator's callbacks take and return numpy arrays, without copies through a device, which would take
+    half of the simulation time of the Hopper kernels."""
     from jax._src import callback as callbacks
 
     def say(*args, callback, **_):
@@ -130,9 +123,7 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Check the reads of a matrix product's operands for races, then run the simulator's product.
-
-    The simulator itself does not make this check.
+    """Check the reads of a matrix product's operands for races, which the simulator does not, then run its product.
 
     The hardware reads the operands through its asynchronous proxy, which sees threads' writes only after a fence
     (`commit_smem`). The simulated product ends before its thread continues, so the check misses a buffer that is
@@ -213,11 +204,8 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 
 
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
-    """Return the kernel's smallest block sizes. The catalogue's calls are larger, so every loop runs more than once.
-
-    On Hopper, matrix instructions and registers limit the block sizes. For a GPU kernel, therefore, return the smallest
-    config of the call's search space.
-    """
+    """Return the kernel's smallest block sizes; the catalogue's calls are larger, so every loop runs more than once. On
+    Hopper, matrix instructions and registers limit them, so they come from the call's search space."""
     if kernel.platform == "gpu":
         return min(kernel.search_space(spec, shapes), key=lambda config: sum(dataclasses.astuple(config)))
     sizes = {field.name: LANES for field in dataclasses.fields(kernel.Config) if field.type in (int, "int")}
@@ -288,20 +276,16 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round x [batch, keys, heads, head dim] to int8 numbers and bfloat16 scales [batch, heads, keys]; return both.
-
-    x is about number * scale. The largest |number| of each key and head is about 127.
-    """
+    """Round x [batch, keys, heads, head dim] to int8 numbers and bfloat16 scales [batch, heads, keys], with the largest
+    |number| of each key and head about 127."""
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
     return np.clip(whole, -127, 127).astype(np.int8), np.swapaxes(scale, 1, 2)
 
 
 def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ascending lists of random key tiles, (tiles, count). Each query tile's count is random and may be 0.
-
-    Entries of `tiles` past the count are garbage.
-    """
+    """Draw ascending lists of random key tiles, (tiles, count). Each query tile's count is random and may be 0; entries
+    of `tiles` past the count are garbage."""
     shape = (w.batch, w.num_kv_heads, w.num_query_tiles)
     count = rng.integers(0, w.capacity + 1, shape)
     count.flat[0] = w.capacity
@@ -312,10 +296,8 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lists (tiles, count) that `select_tiles` makes from random masses under the workload's budget.
-
-    Entries of `tiles` past the count are garbage.
-    """
+    """Return the lists (tiles, count) that `select_tiles` makes from random masses under the workload's budget; entries
+    of `tiles` past the count are garbage."""
     mass = rng.random((w.batch, w.num_kv_heads, w.num_query_tiles, w.num_key_tiles), np.float32)
     where = {n: getattr(w, n) for n in ("q_start", "kv_len", "q_len") if getattr(w, n) is not None}
     where |= {n: jnp.asarray(x, jnp.int32) for n, x in where.items()}
@@ -327,10 +309,8 @@ def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool = True) -> list[Kernel]:
-    """Return the kernels that run here and, with `simulate`, the kernels of absent chips that can be simulated.
-
-    `role` and `phase` filter them. `phase` "decode" does not exclude prefill kernels, which take decode calls too.
-    """
+    """Return the kernels that run here and, with `simulate`, those of absent chips that can be simulated. `phase`
+    "decode" does not exclude prefill kernels, which take decode calls too."""
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
     found = [k for k in found if not is_simulated(k) or (simulate and k.simulable)]
@@ -338,15 +318,12 @@ def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool
 
 
 def dtype_of(kernel: Kernel) -> str:
-    """Return float32 if the kernel takes it, else the kernel's first dtype."""
     return "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
 
 
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
-    """Return the small workloads to check a kernel on.
-
-    Workloads tagged "lists" or "tiles" are left out if the kernel takes them only at another tile size.
-    """
+    """Return the small workloads to check a kernel on, without those tagged "lists" or "tiles" that the kernel takes
+    only at another tile size."""
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
     tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
@@ -359,8 +336,7 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
     """Return the workload, with another tile or head dim if the kernel needs it; None if the kernel takes no variant.
 
-    The tiles to try are, in this order, the workload's own, at least 16, and 1; then the same tiles with a head dim of
-    at least 64.
+    Tiles in order: the workload's own, at least 16, and 1; then the same with a head dim of at least 64.
     """
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):

@@ -1,8 +1,7 @@
 """Check every kernel against the oracle on this device: the catalogue, random shapes, adversarial numbers.
 
-Errors are in units of the tolerance that `oracle.tolerance` derives from the call, so an error above 1 fails. Reports
-give the maximum and other quantiles over all elements: an error of half the tolerance shows a bad kernel if every
-element has it, but only an unlucky rounding if one element has it.
+Errors are in units of the tolerance that `oracle.tolerance` derives from the call, so an error above 1 fails. Quantiles
+over all elements tell a bad kernel (half the tolerance everywhere) from an unlucky rounding of one element.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,11 +119,8 @@ def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
 
 
 def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
-    """Yield trials at every head dim with production's default blocks or, with `every`, all blocks of the search space.
-
-    The calls have more key blocks than any pipeline holds. `trials_of` uses the smallest blocks instead, with which
-    each loop runs more often.
-    """
+    """Yield trials at every head dim with production's default blocks or, with `every`, all blocks of the search space,
+    on calls with more key blocks than any pipeline holds."""
     heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
     for head_dim, group in product(HEAD_DIMS, heads):
         w = replace(LONG[kernel.phase], head_dim=head_dim)
@@ -186,11 +182,8 @@ def attempt(trial: Trial) -> Outcome:
 def compare(
     result: AttentionOut, truth: oracle.Answer, allowed: oracle.Answer, role: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return (error / tolerance of each element of out, lse and mass; other breaches of the contract).
-
-    Elements that are zero in both `result` and `truth` (padding, invisible tiles) are skipped: they would lower the
-    quantiles.
-    """
+    """Return (error / tolerance of each element of out, lse and mass; other breaches of the contract). Elements that
+    are zero on both sides (padding, invisible tiles) are skipped: they would lower the quantiles."""
     empty = np.isneginf(truth.lse)
     wrong = []
     if not np.array_equal(np.isneginf(result.lse), empty):
@@ -242,7 +235,6 @@ def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
 
 
 def reason(outcome: Outcome) -> str:
-    """Return the reasons why the trial failed, in words."""
     said = list(outcome.wrong)
     if (outcome.errors > 1).any():
         share = float((outcome.errors > 1).mean())
@@ -269,9 +261,6 @@ def run(
         random_shapes: random calls per kernel and dtype, with the smallest blocks.
         seed: seed of numbers and shapes; if None, a fresh one, which is printed.
         out: file of records; none are kept if None.
-
-    Raises:
-        ValueError: no kernel whose name contains `kernel` runs here, or `configs` is not in CONFIGS.
     """
     from rich.console import Console
     from rich.progress import Progress

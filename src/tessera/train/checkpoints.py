@@ -60,11 +60,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep` ones.
-
-    Returns:
-        path of the file.
-    """
+    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep`."""
     index, count = jax.process_index(), jax.process_count()
     number = f"-{index:05d}-of-{count:05d}" if count > 1 else ""
     path = folder / f"checkpoint-{step:08d}{number}.safetensors"
@@ -97,10 +93,8 @@ def remove_incomplete(folder: Path) -> None:
 def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
     """Load the state of a checkpoint onto `mesh`, which may differ from the mesh of the run that saved it.
 
-    Each process reads only the parts that its devices hold.
-
-    Raises:
-        ValueError: the checkpoint is damaged or belongs to another recipe.
+    Each process reads only the parts that its devices hold. A damaged checkpoint, or one of another recipe, is a
+    ValueError.
     """
 
     def place(shape: tuple[int, ...], read: Callable[[Box], np.ndarray], where: NamedSharding) -> jax.Array:
@@ -110,7 +104,7 @@ def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
 
 
 def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
-    """Load the weights of a checkpoint, without the moments, into host memory. It raises as `load_checkpoint` does."""
+    """Load the weights of a checkpoint, without the moments, into host memory."""
 
     def whole(shape: tuple[int, ...], read: Callable[[Box], np.ndarray], wanted: bool) -> np.ndarray | None:
         return read(_box((slice(None),) * len(shape), shape)) if wanted else None
@@ -121,11 +115,8 @@ def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
 
 
 def _load(found: Checkpoint, recipe: Recipe, make: Callable[..., Any], marks: State) -> State:
-    """Build a state from a checkpoint.
-
-    Each array is make(shape, read, mark): read(box) returns a part of the stored array, and `mark` is the array's entry
-    in `marks`.
-    """
+    """Build a state whose arrays are make(shape, read, mark): read(box) returns a part of the stored array, and `mark`
+    is the array's entry in `marks`."""
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(safe_open(path, framework="numpy")) for path in found.files]

@@ -1,7 +1,4 @@
-"""Training examples. A batch is a pure function of (data, seed, step).
-
-Every example is `length + 1` token ids with a weight per predicted token.
-"""
+"""Training examples, of `length + 1` token ids each. A batch is a pure function of (data, seed, step)."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -54,12 +51,7 @@ def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
-    """Read the user's own text, a file or a folder of files, as tokens; hold out the last twentieth.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: the path holds no text, or there is no tokenizer.
-    """
+    """Read the user's own text, a file or a folder of files, as tokens; hold out the last twentieth."""
     if tokenizer is None:
         raise ValueError("the base model has no tokenizer, so text cannot be read: use a folder with a tokenizer.json")
     body = read_text(Path(path))
@@ -82,12 +74,7 @@ class Data:
     vocab_size: int | None = None
 
     def read(self, path: str | None, tokenizer: Tokenizer | None) -> Split:
-        """Read the text of a recipe.
-
-        Raises:
-            FileNotFoundError: the path does not exist.
-            ValueError: there is no path, no text in it, or no tokenizer.
-        """
+        """Read the text of a recipe."""
         if path is None:
             raise ValueError("the recipe names no text: set its field `text` to a file or a folder")
         return read_split(path, tokenizer)

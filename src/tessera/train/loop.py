@@ -94,10 +94,7 @@ def loss_sums(
     dtype: str,
     mesh: Mesh | None = None,
 ) -> Sums:
-    """Compute `Sums` over a batch of tokens [B,T+1] with loss weights [B,T]; activations in `dtype`, loss in float32.
-
-    Parameters that the mesh splits are gathered where they are used.
-    """
+    """Compute `Sums` over a batch of tokens [B,T+1] with weights [B,T]; activations in `dtype`, loss in float32."""
     if has_quantised(params):
         raise ValueError(
             "quantised weights cannot be trained, because integers have no gradient: load the model without `weights`"
@@ -192,8 +189,6 @@ def train(
     folder.
 
     Args:
-        recipe: the model, its data and its optimizer.
-        out: folder; created if missing.
         mesh: devices that share the work, such as "data=8", "shard=8" or "data=2,shard=4" (`train.mesh`). A run may
             resume on another mesh. None means data parallelism on all devices; if they cannot share a batch equally,
             each of them computes the whole batch.
@@ -206,7 +201,6 @@ def train(
             cannot share the model or a batch.
         MemoryError: the state of training, or the logits of a batch, do not fit in memory.
         OSError: another process trains in this folder.
-        FileNotFoundError: the recipe's text does not exist.
         KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint is written first, and the message says how to resume.
     """
     if until is not None and until < 0:
@@ -341,11 +335,8 @@ def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int, mesh: 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list, so that training stops between two steps.
-
-    A step donates the state, so a process that ended during a step would lose the state. If the program has its own
-    handler for SIGINT, such as the one of the command line (`interrupt`), that handler stays.
-    """
+    """Collect SIGINT and SIGTERM in a list, so that training stops between two steps: a step donates the state, so a
+    process that ended during a step would lose it. A program's own handler for SIGINT stays."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -32,11 +32,7 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def open_log(path: Path, step: int):
-    """Open a loss log for appending after `step`; drop lines of later steps and incomplete lines of a killed run.
-
-    Raises:
-        ValueError: the log ends before `step`, so it does not belong to the checkpoint.
-    """
+    """Open a loss log for appending after `step`; drop lines of later steps and incomplete lines of a killed run."""
     lines = read_losses(path)
     if len(lines) < step:
         raise ValueError(
@@ -51,10 +47,8 @@ def open_log(path: Path, step: int):
 class Line:
     """One line of progress: loss, share of right answer tokens ("answers"), tokens/s, MFU and time left.
 
-    A terminal redraws the line after every step; other outputs get a new line at most every 30 s.
-
-    MFU is the model's FLOP/s over the peak FLOP/s that a large matrix product reaches on this machine. A token takes
-    6 P + 6 L S N H FLOPs, forward and backward, with P parameters, L layers, sequence length S, N heads and head dim H.
+    A terminal redraws the line after every step; other outputs get a new line at most every 30 s. MFU is the model's
+    FLOP/s over the peak FLOP/s that a large matrix product reaches on this machine.
     """
 
     def __init__(self, console: Console, steps: int, peak_flops: float):
@@ -88,7 +82,6 @@ class Line:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as h:mm:ss."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 

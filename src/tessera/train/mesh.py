@@ -42,11 +42,7 @@ class MeshShape(NamedTuple):
 
 
 def parse(text: str) -> MeshShape:
-    """Read the shape of a mesh: "data=8", "shard=4" or "data=2,shard=4".
-
-    Raises:
-        ValueError: the text does not have one of these forms.
-    """
+    """Read the shape of a mesh: "data=8", "shard=4" or "data=2,shard=4"."""
     found = re.findall(r"(data|shard)=([1-9]\d{0,5})(?:,|$)", text)
     if ",".join(f"{axis}={size}" for axis, size in found) != text or len(dict(found)) != len(found) or not found:
         raise ValueError(
@@ -57,10 +53,8 @@ def parse(text: str) -> MeshShape:
 
 
 def check(shape: MeshShape, recipe: Recipe, num_devices: int, num_processes: int = 1) -> None:
-    """Raise ValueError if the mesh cannot split the recipe's model, share its batches, or fit the devices.
-
-    `num_devices` counts the devices of all processes.
-    """
+    """Raise ValueError if the mesh cannot split the recipe's model, share its batches, or fit the devices of all
+    processes."""
     split = _split_sizes(recipe.config)
     count = shape.data * shape.shard
     for name, size in split.items():
@@ -105,11 +99,7 @@ def build(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh
 
 
 def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
-    """Return the mesh that `text` describes (see `parse`); None means data parallelism on all devices.
-
-    Raises:
-        ValueError: the text does not describe a mesh, or the mesh cannot train the recipe.
-    """
+    """Return the mesh that `text` describes (see `parse`); None means data parallelism on all devices."""
     if text is None:
         return build(MeshShape(data=jax.device_count()))
     shape = parse(text)
@@ -118,11 +108,8 @@ def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
 
 
 def row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...]:
-    """Return the logical axes of a batch of `num_rows` rows: ("batch",) if the devices can share the rows equally.
-
-    If they cannot, return (): each device then computes the whole batch. On a mesh that the user names, they always
-    can, because `check` requires it.
-    """
+    """Return the logical axes of a batch of `num_rows` rows: ("batch",) if the devices can share the rows equally, else
+    (), and each device computes the whole batch. `check` lets no mesh that the user names come to that."""
     return ("batch",) if num_rows % mesh.size == 0 else ()
 
 
@@ -168,10 +155,7 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes if one of them does not see the folder of process 0.
-
-    All processes write their parts of checkpoints into that folder.
-    """
+    """Raise ValueError in all processes if one of them does not see the folder of process 0."""
     if jax.process_count() == 1:
         return
     mark = folder / f".shared.{os.getpid()}{TEMPORARY}"

@@ -103,7 +103,6 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Total number of steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def stage_at(self, step: int) -> tuple[Stage, int]:
@@ -179,10 +178,8 @@ def text_recipe(
     rate: float = 1e-3,
     compute_dtype: str = "float32",
 ) -> Recipe:
-    """Build a recipe for next-token training on the user's text, from fresh weights or a Hugging Face folder (`base`).
-
-    With `base`, `config` must be the config of that folder. The learning rate falls linearly to a tenth of `rate`.
-    """
+    """Build a recipe for next-token training on the user's text, from fresh weights or a Hugging Face folder (`base`),
+    whose config `config` must then be. The learning rate falls linearly to a tenth of `rate`."""
     stage = Stage(length=length, batch=batch, steps=steps, mixture=(("text", 1.0),), rate=rate, last_rate=rate / 10)
     return Recipe(
         name="text",
@@ -196,10 +193,7 @@ def text_recipe(
 
 
 def train_flops_per_token(config: ModelConfig, length: int) -> float:
-    """Count forward and backward FLOPs per token of causal sequences: 6 P + 6 L S N H.
-
-    P is the number of parameters, L the number of layers, S the sequence length, N the number of heads and H the head
-    dim. Causal attention computes half of the S x S scores.
-    """
+    """Count forward and backward FLOPs per token of causal sequences: 6 P + 6 L S N H, with P parameters, L layers,
+    sequence length S, N heads and head dim H. Causal attention computes half of the S x S scores."""
     attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
     return 6.0 * num_parameters(config) + attention

@@ -25,9 +25,7 @@ class State(NamedTuple):
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Build the optimizer: gradient clipping, Adam, and decoupled weight decay of matrices (not of norms and biases).
-
-    `train_step` applies the learning rate.
-    """
+    `train_step` applies the learning rate."""
 
     def decayed(params: Params) -> Any:
         def is_matrix(path, leaf) -> bool:
@@ -44,15 +42,12 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def init_state(recipe: Recipe) -> State:
-    """Return the state at step 0, with fresh weights and zero moments."""
     return _begin(init_params(recipe.config, jax.random.key(recipe.seed)), recipe)
 
 
 def start(recipe: Recipe, mesh: Mesh) -> State:
-    """Return the state at step 0 on a mesh, with fresh weights or the weights of the recipe's base.
-
-    Each device computes, or reads from the base's files, only the parts that it holds.
-    """
+    """Return the state at step 0 on a mesh, with fresh weights or the weights of the recipe's base. Each device
+    computes, or reads from the base's files, only the parts that it holds."""
     placed = shardings(recipe, mesh)
     if recipe.base is None:
         return jax.jit(init_state, static_argnums=0, out_shardings=placed)(recipe)
@@ -67,10 +62,8 @@ def _begin(params: Params, recipe: Recipe) -> State:
 
 
 def shardings(recipe: Recipe, mesh: Mesh) -> State:
-    """Return the sharding of each array of the state.
-
-    A moment is split like its weight. Every device holds the optimizer's step count.
-    """
+    """Return the sharding of each array of the state: a moment is split like its weight, and every device holds the
+    optimizer's step count."""
     params = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(recipe.config, mesh, dtype=jnp.float32))
     moments = jax.eval_shape(partial(init_state, replace(recipe, base=None))).optimizer
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -24,13 +24,8 @@ from tessera.sparse.contract import Policy, Reads
 
 
 class Outcome(NamedTuple):
-    """One policy's result on one question.
-
-    Attributes:
-        found: whether every asked token of the answer is the top-1 token.
-        logprob: ln of the joint probability of all asked tokens.
-        tokens: number of asked tokens that are the top-1 token, each given the expected tokens before it.
-    """
+    """One policy's result on one question: whether every asked token of the answer is the top-1 token, ln of their
+    joint probability, and how many of them are the top-1 token, each given the expected tokens before it."""
 
     found: bool
     logprob: float
@@ -39,11 +34,9 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """One policy's outcomes on one document.
+    """One policy's outcomes on one document, one per question, in order.
 
-    Attributes:
-        outcomes: one per question, in order.
-        density: keys read / keys visible per layer, [L], over document, questions and answers.
+    `density` is keys read / keys visible per layer, [L], over document, questions and answers.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -104,12 +97,8 @@ def run_trials(
 ) -> list[Answers]:
     """Ask every question of every document under a policy, with its cross-overs of prefill and decode.
 
-    Args:
-        num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation,
-            so pass one number for documents of several lengths.
-
-    Raises:
-        ValueError: the policy's query tile does not divide ROOM.
+    The cache holds `num_keys` keys, by default as many as the longest document needs. Each size costs a compilation, so
+    pass one number for documents of several lengths.
     """
     num_keys = max(document.length for document in documents) if num_keys is None else num_keys
     found = []

@@ -20,19 +20,14 @@ independent."""
 
 
 class Pass(NamedTuple):
-    """Result of running a text under a policy.
-
-    Attributes:
-        hidden: the last layer's output, [tokens, D].
-        counts: keys read and keys visible, per chunk (`runtime.score.CHUNK` tokens) and layer, [2, chunks, L].
-    """
+    """Result of running a text under a policy: the last layer's output, [tokens, D], and the keys read and keys visible
+    per chunk (`runtime.score.CHUNK` tokens) and layer, [2, chunks, L]."""
 
     hidden: np.ndarray
     counts: np.ndarray
 
 
 def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
-    """Run a text under a policy; return its hidden states and the counts of keys read and visible."""
     runner = Runner(model, policy, len(window))
     hidden = np.concatenate([np.asarray(chunk.hidden)[: chunk.count] for chunk in runner.fill(window)])
     counts = np.stack([[np.asarray(reads[i], float)[:, 0] for reads in runner.pending] for i in (0, 1)])

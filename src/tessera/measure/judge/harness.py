@@ -27,11 +27,7 @@ LENGTH_STEP = 256
 
 
 def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
-    """Return (sum of ln p of the last `num_scored` tokens, whether every one of them was the top-1 token).
-
-    Raises:
-        ValueError: `num_scored` is not from 1 to the number of tokens - 1, or the tokens exceed the context.
-    """
+    """Return (sum of ln p of the last `num_scored` tokens, whether every one of them was the top-1 token)."""
     tokens = np.asarray(tokens, np.int32)
     if not 1 <= num_scored < len(tokens):
         raise ValueError(f"{num_scored=} must be at least 1 and less than the number of tokens, {len(tokens)}")
@@ -90,12 +86,7 @@ def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
 
 
 def adapter(model: Model) -> Any:
-    """Wrap the model as an `lm_eval.api.model.LM`.
-
-    Raises:
-        ModuleNotFoundError: lm_eval is not installed.
-        ValueError: the model has no tokenizer.
-    """
+    """Wrap the model as an `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM
     from rich.progress import track
 

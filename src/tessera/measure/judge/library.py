@@ -1,7 +1,6 @@
 """Text that every machine has: the standard library of the running Python (PSF licence).
 
-The hash of a file's name decides whether the file is for training or held out; the documents of the demo are always
-held out.
+The hash of a file's name decides whether the file is held out; the documents of the demo always are.
 """
 
 import hashlib

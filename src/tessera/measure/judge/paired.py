@@ -34,9 +34,7 @@ def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 def mcnemar(lost: int, gained: int) -> float:
     """Return McNemar's exact two-sided p: min(1, 2 P[Binomial(lost + gained, 1/2) <= min(lost, gained)]).
 
-    Args:
-        lost: number of questions that only the first policy answered correctly.
-        gained: number of questions that only the second policy answered correctly.
+    `lost` and `gained` count the questions that only the first or only the second policy answered correctly.
     """
     total = lost + gained
     tail = sum(comb(total, k) for k in range(min(lost, gained) + 1))
@@ -69,10 +67,8 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Return the share of dense's right answers that a policy gets right, too.
-
-    Each argument holds a list per document, with 1 (right) or 0 (wrong) per question.
-    """
+    """Return the share of dense's right answers that a policy gets right, too; each list has 1 (right) or 0 per
+    question of a document."""
     both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
     return ratio(both, [sum(found) for found in dense])
 

@@ -74,12 +74,10 @@ class Document(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """Lines to hide in a document, and a question about them.
+    """Lines to hide in a document, in order, and a question about them.
 
-    Attributes:
-        notes: the lines, in order.
-        question: text of the question and of the answer's beginning, without a trailing space.
-        answer: pieces of text, spaces included, alternating: asked, given, asked, ...
+    `question` ends with the answer's beginning, without a trailing space. `answer` is pieces of text, spaces included,
+    alternating: asked, given, asked, ...
     """
 
     notes: tuple[str, ...]
@@ -89,13 +87,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Filler:
-    """Tokenized text to hide facts in.
-
-    Attributes:
-        tokenizer: the model's tokenizer.
-        ids: token ids of the text.
-        breaks: positions in `ids` right after a line end.
-    """
+    """Tokenized text to hide facts in. `breaks` are the positions in `ids` right after a line end."""
 
     tokenizer: Tokenizer
     ids: np.ndarray
@@ -103,11 +95,7 @@ class Filler:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, text: str) -> "Filler":
-        """Tokenize a text and find its line ends.
-
-        Raises:
-            ValueError: the text is empty or has no line ends.
-        """
+        """Tokenize a text and find its line ends."""
         ids = np.asarray(tokenizer.encode(text, add_special=False, parse_special=False), np.int32)
         ends = {int(i) for i in np.unique(ids) if tokenizer.decode([int(i)]).endswith("\n")}
         breaks = np.flatnonzero(np.isin(ids, sorted(ends))) + 1
@@ -200,12 +188,7 @@ KINDS: Final[Mapping[str, Callable[[np.random.Generator], list[Fact]]]] = Mappin
 
 
 def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -> Document:
-    """Build a document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
-
-    Raises:
-        ValueError: the kind is unknown, `length` is not a multiple of ROOM or is too short for the facts, or a question
-            cannot be tokenized (see `pose`).
-    """
+    """Build a document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions."""
     if kind not in KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
     if length % ROOM:
@@ -235,11 +218,7 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
 
 
 def pose(filler: Filler, fact: Fact, depth: float) -> Question:
-    """Tokenize a fact's question and answer. Each piece is tokenized together with the text before it, then split off.
-
-    Raises:
-        ValueError: the tokenizer merges a piece with the text before it, or question and answer exceed ROOM tokens.
-    """
+    """Tokenize a fact's question and answer. Each piece is tokenized with the text before it, then split off."""
     text = "\n\n" + fact.question
     suffix = filler.encode(text)
     answer, given, before = [], [], suffix

@@ -23,13 +23,11 @@ LONG = 600
 
 @cache
 def code() -> str:
-    """Return the held-out source files of the standard library."""
     return bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace")
 
 
 @cache
 def reference() -> str:
-    """Return the topics of the language reference, sorted by name."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
@@ -54,11 +52,7 @@ DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code
 
 
 def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
-    """Cut `count` evenly spaced windows of `size` tokens from a text's token ids. The windows do not overlap.
-
-    Raises:
-        ValueError: the text has fewer than `count * size` tokens.
-    """
+    """Cut `count` evenly spaced windows of `size` tokens from a text's token ids. The windows do not overlap."""
     if len(ids) < count * size:
         raise ValueError(
             f"the text has {len(ids)} tokens, but {count} windows of {size} need {count * size}: pass longer text"
