@@ -96,7 +96,7 @@ class Front:
     async def _serve(self, model):
         self.loop, self.replicas = asyncio.get_running_loop(), supervisor.Replicas(self.launcher, 2)
         self.server = server.Server(
-            server.configured(Relay(self.replicas, model.tokenizer, margin=8), self.launcher.keys), self.replicas
+            server.configured(Relay(self.replicas, margin=8), self.launcher.keys), self.replicas
         )
         self.replicas.begin()
         self.begun.set()

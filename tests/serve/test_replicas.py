@@ -23,7 +23,6 @@ from tiny import CONFIG, save_tiny
 
 from tessera.core.extras import installed
 from tessera.generate import load
-from tessera.models.text.tokenizer import byte_tokenizer
 from tessera.serve.api.protocol import ChatBody, CompletionBody
 from tessera.serve.api.schema import Refusal
 from tessera.serve.edge.front import Front as Keys
@@ -48,17 +47,18 @@ def front(folder):
 
 
 def test_prompts_with_the_same_first_page_have_one_key():
-    tokenizer = byte_tokenizer()
-    long, other = "a" * 100, "b" + "a" * 99
-    keys = [routing.first_page(CompletionBody(prompt=text), tokenizer) for text in (long + "x", long + "y", other)]
-    assert keys[0] == keys[1] != keys[2]
-    assert routing.first_page(CompletionBody(prompt=tokenizer.encode(long)), None) == keys[0]
-    assert routing.first_page(CompletionBody(prompt=long), tokenizer, "other") != keys[0]
-    assert routing.first_page(CompletionBody(prompt="short"), tokenizer) is None
-    assert routing.first_page(CompletionBody(prompt=long), None) is None
-    chats = [ChatBody(messages=[{"role": "user", "content": text}]) for text in (long, long + "x", other)]
-    keys = [routing.first_page(chat, tokenizer) for chat in chats]
-    assert keys[0] == keys[1] != keys[2]
+    long, other = "a" * 300, "b" + "a" * 299
+    ids = [[ord(letter) for letter in text] for text in (long, long + "x", other)]
+    chats = [[{"role": "user", "content": text}] for text in (long, long + "x", other)]
+    for bodies in (
+        [CompletionBody(prompt=text) for text in (long + "x", long + "y", other)],
+        [CompletionBody(prompt=tokens) for tokens in ids],
+        [ChatBody(messages=messages) for messages in chats],
+    ):
+        keys = [routing.first_page(body) for body in bodies]
+        assert keys[0] == keys[1] != keys[2]
+        assert routing.first_page(bodies[0], "other") != keys[0]
+    assert routing.first_page(CompletionBody(prompt="short")) is None
 
 
 def test_a_lost_replica_moves_only_its_own_prompts_and_a_busy_one_is_passed_by():
@@ -149,11 +149,7 @@ def test_an_odd_address_or_key_gets_no_5xx_from_the_front(front, sent, status):
         assert client.recv(12) == b"HTTP/1.1 %d" % status
 
 
-def test_the_front_reads_only_the_start_of_a_conversation(front):
-    many = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "y" * 1500}] * 2000
-    cut = routing._cut(many)
-    assert len(cut) == len(many)
-    assert sum(len(message["content"]) for message in cut) == routing.CHARACTERS
+def test_the_front_leaves_a_conversation_that_no_template_takes_to_a_replica(front):
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "[" * 900 + "]" * 900}}
     body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
     found = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=LIMIT_S)

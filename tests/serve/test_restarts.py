@@ -154,7 +154,7 @@ def test_a_front_without_free_descriptors_takes_no_replica_for_lost(front):
         with no_descriptors():
             checking = asyncio.create_task(several._status(several.all[0], "/health"))
             with pytest.raises(Refusal, match="too many connections"):
-                await Relay(several, None, margin=8)._ask(several.all[0], scope, b"", None)
+                await Relay(several, margin=8)._ask(several.all[0], scope, b"", None)
         assert await checking == 200
         await several.client.aclose()
 

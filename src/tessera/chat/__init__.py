@@ -1,13 +1,9 @@
 """A conversation with one model. All turns use one engine, so a turn reuses keys that earlier prefills wrote.
 
-A turn gives the same result as a cold run of the whole conversation. It therefore prefills the previous answer again,
-and reuses only keys that a prefill wrote, cut to whole units (`row_pool.RowPrefix`). Under a sparse policy, the keys
-that decode wrote differ from the keys that a prefill would write: a decode row ranks the key tiles by its own scores,
-a prefill row by the scores of its whole query tile. (In the demo model, the two differ by at least 12 % of the largest
-absolute value, from layer 3 on.)
-
-The engine compares tokens, not turns: after `undo`, `regenerate`, `load` or a new system message, it reuses the longest
-prefix that the new prompt shares with the last prompt.
+A turn gives the same result as a cold run of the whole conversation, so it prefills the previous answer again: under a
+sparse policy, a decode row ranks the key tiles by its own scores, a prefill row by those of its whole query tile, and
+the keys differ (in the demo model by at least 12 % of the largest absolute value, from layer 3 on). The engine compares
+tokens, not turns: it reuses the longest prefix that the new prompt shares with the last one.
 """
 
 import time

@@ -142,7 +142,7 @@ class Serve(Command):
         end_s = cluster.END_S if self.spill is None else cluster.WRITE_S
         launcher = cluster.Cluster(same.site, keys, count=self.replicas, chips=shape[0] * shape[1], end_s=end_s)
         named = {"name": self.served_name, "context": self.context, "origins": origins}
-        cluster.run(launcher, source.tokenizer, count=self.replicas, margin=self.slots, bound=bound, **named)
+        cluster.run(launcher, count=self.replicas, margin=self.slots, bound=bound, **named)
         return 0
 
     @property

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -45,7 +46,6 @@ def create(site: Site) -> FastAPI:
     app = FastAPI(
         title="Tessera", version=version("tessera-attention"), docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> JSONResponse:
@@ -95,6 +95,7 @@ def create(site: Site) -> FastAPI:
     _add_pages(app)
     _add_tokens(app, site)
     _add_state(app, site.service)
+    describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))  # last: it makes FastAPI read the routes
     return app
 
 
@@ -214,29 +215,28 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: ChoiceState, event: Event) -> None:
-        site.mail.post(loop, partial(queue.put_nowait, (answer, event)))
+        with suppress(RuntimeError):  # the server has been stopped, and its loop is closed
+            loop.call_soon_threadsafe(queue.put_nowait, (answer, event))
 
     jobs = site.service.submit(*((one, partial(deliver, answer)) for one, answer in zip(asked, answers)))
     for answer, job in zip(answers, jobs):
         answer.job = job
-    reply, prompt_tokens = Reply(site.name, chat, partial(_spell, site)), sum(map(len, prompts))
+    reply = Reply(site.name, chat, partial(_spell, site))
     if body.stream:
-        pieces = stream(reply, answers, queue, body.stream_options or StreamOptions(), prompt_tokens)
+        pieces = stream(reply, answers, queue, body.stream_options or StreamOptions())
         return Stream(pieces, partial(_drop, site, answers))
     try:
         await unless_gone(request.receive, all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
-    return JSONResponse(await asyncio.to_thread(_whole, site, body, reply, answers, prompt_tokens))
+    return JSONResponse(await asyncio.to_thread(_whole, body, reply, answers))
 
 
-def _whole(
-    site: Site, body: SamplingFields, reply: Reply, answers: Sequence[ChoiceState], prompt_tokens: int
-) -> dict[str, Any]:
+def _whole(body: SamplingFields, reply: Reply, answers: Sequence[ChoiceState]) -> dict[str, Any]:
     if body.echoes:
         put_prompts(answers)
     choices = [reply.choice(one.index, one.end.generation, one.speech, one.tokens) for one in answers]
-    found = reply.whole(choices, usage_of(answers, prompt_tokens))
+    found = reply.whole(choices, usage_of(answers))
     if body.prompt_logprobs is not None:
         for answer, choice in zip(answers, found["choices"]):
             at = found if reply.chat else choice  # where vLLM has them

@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from tessera.runtime.requests import End, Failure, Token
 from tessera.serve.api.calls import finish_of
 from tessera.serve.api.protocol import CompletionBody, StreamOptions
-from tessera.serve.api.replies import Reply, counts, usage
+from tessera.serve.api.replies import Reply
 from tessera.serve.api.schema import Refusal
 from tessera.serve.api.speech import Said, Speech
 from tessera.serve.service import Job
@@ -60,7 +60,7 @@ class ChoiceState:
         prompt: number of its prompt in the request, from 0.
         policy: function that returns the name of the choice's attention policy, by the number of its tokens.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
-        job: the choice's request in the service; None before it is submitted.
+        job: the choice's request in the service.
         new_tokens, characters: length of the answer so far.
         end: the engine's last event for the choice; None until the choice is complete.
     """
@@ -105,7 +105,7 @@ async def all_ends(queue: asyncio.Queue, count: int) -> None:
 
 
 async def stream(
-    reply: Reply, answers: Sequence[ChoiceState], queue: asyncio.Queue, options: StreamOptions, prompt_tokens: int
+    reply: Reply, answers: Sequence[ChoiceState], queue: asyncio.Queue, options: StreamOptions
 ) -> AsyncIterator[str]:
     """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
 
@@ -141,7 +141,7 @@ async def stream(
             sent_s = time.monotonic()
             yield said(answer, data)
     if options.include_usage:
-        yield _event(reply.last(usage_of(answers, prompt_tokens)))
+        yield _event(reply.last(usage_of(answers)))
     yield "data: [DONE]\n\n"
 
 
@@ -185,13 +185,28 @@ def _held(reply: Reply, answer: ChoiceState, event: Token | End) -> Iterator[dic
     yield reply.piece(answer.index, finish=event.generation.finish_reason)
 
 
-def usage_of(answers: Sequence[ChoiceState], prompt_tokens: int) -> dict[str, Any]:
-    cached: dict[int, int] = {}  # of each prompt: later choices also reuse what earlier ones have computed
+def usage_of(answers: Sequence[ChoiceState]) -> dict[str, Any]:
+    """Build the field "usage" of a response.
+
+    "tessera" holds the answers' attention policies, dense below a plan's cross-over, and their mean density: keys read
+    / keys visible.
+    """
+    prompts = {answer.prompt: answer.prompt_tokens for answer in answers}
+    cached = dict(prompts)  # of each prompt: later choices also reuse what earlier ones have computed
     for answer in answers:
-        cached[answer.prompt] = min(answer.end.reused_tokens, cached.get(answer.prompt, answer.prompt_tokens))
+        cached[answer.prompt] = min(answer.end.reused_tokens, cached[answer.prompt])
     generations = [answer.end.generation for answer in answers]
-    policies = [answer.policy(len(one.tokens)) for answer, one in zip(answers, generations)]
-    return usage(prompt_tokens, generations, sum(cached.values()), policies)
+    policies = {answer.policy(len(one.tokens)) for answer, one in zip(answers, generations)}
+    density = sum(one.density for one in generations) / len(generations)
+    return counts(sum(prompts.values()), sum(len(one.tokens) for one in generations)) | {
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(policies))},
+    }
+
+
+def counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + new_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
 def _event(data: dict) -> str:

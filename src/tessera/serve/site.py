@@ -10,7 +10,6 @@ from tessera.generate import Model
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.api.schema import Refusal
 from tessera.serve.edge.bodies import Bodies
-from tessera.serve.edge.mail import Mail
 from tessera.serve.edge.turns import Turns
 from tessera.serve.grammar import Grammars
 from tessera.serve.service import Service
@@ -42,7 +41,6 @@ class Site:
     bodies: Bodies
     encoding: Turns = field(default_factory=Turns)
     compiling: Turns = field(default_factory=Turns)
-    mail: Mail = field(default_factory=Mail)
 
 
 def refusal_response(error: Refusal) -> JSONResponse:

@@ -1,6 +1,6 @@
 """Describe the API: its OpenAPI description, and the page at /docs, which loads no assets from elsewhere."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,18 +43,11 @@ def described(schema: type[Schema]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, bodies: Sequence[type[Schema]]) -> None:
-    """Make the application's OpenAPI description hold the schemas of `bodies`, to which its routes refer."""
-    plain: Callable[[], dict[str, Any]] = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schemas = plain().setdefault("components", {}).setdefault("schemas", {})
-            for body in bodies:
-                own = body.model_json_schema(ref_template=REFERENCE + "{model}")
-                schemas |= own.pop("$defs", {}) | {body.__name__: own}
-        return app.openapi_schema
-
-    app.openapi = openapi
+    """Add the schemas of `bodies`, to which the application's routes refer, to its OpenAPI description."""
+    schemas = app.openapi().setdefault("components", {}).setdefault("schemas", {})
+    for body in bodies:
+        own = body.model_json_schema(ref_template=REFERENCE + "{model}")
+        schemas |= own.pop("$defs", {}) | {body.__name__: own}
 
 
 def page(api: Mapping[str, Any]) -> str:

@@ -1,10 +1,8 @@
 """Request bodies of the OpenAI API, with the fields that the server supports; `replies` builds the responses.
 
-Source: the OpenAI API reference (completions, chat completions, models). The server refuses a request with an unknown
-field and names the field, because a client that sets a field expects it to have an effect; `fields` lists those that
-have none. `forms` has the fields that restrict an answer's text. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`stop_token_ids`, `allowed_token_ids`, `ignore_eos`, `skip_special_tokens`, `prompt_logprobs`, `add_generation_prompt`,
-`continue_final_message`, `chat_template_kwargs` and `continuous_usage_stats` are vLLM's, `n_predict` is llama.cpp's.
+Source: the OpenAI API reference (completions, chat completions, models); fields that it lacks are vLLM's, and
+`n_predict` is llama.cpp's. The server refuses a request with an unknown field and names the field, because a client
+that sets a field expects it to have an effect; `fields` lists those that have none.
 """
 
 import json

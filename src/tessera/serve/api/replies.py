@@ -126,24 +126,3 @@ class Reply:
             return spelt.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
-
-
-def usage(
-    prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
-) -> dict[str, Any]:
-    """Build the field "usage" of a response.
-
-    `policies` names each answer's attention policy: below the plan's cross-over, it is dense. "tessera" holds the
-    policies and the answers' mean density: keys read / keys visible.
-    """
-    new = sum(len(generation.tokens) for generation in generations)
-    density = sum(generation.density for generation in generations) / max(len(generations), 1)
-    return counts(prompt_tokens, new) | {
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
-    }
-
-
-def counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    total = prompt_tokens + new_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}

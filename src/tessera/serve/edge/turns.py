@@ -24,26 +24,17 @@ class Turns:
         self._own: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run[Result](self, tenant: str, work: Callable[..., Result], *args: object) -> Result:
-        begun = False
-
-        def call() -> Result:
-            nonlocal begun
-            begun = True
-            return work(*args)
-
-        async def turn() -> Result:
-            async with self._own[tenant]:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-        task = asyncio.create_task(turn())
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if begun:  # the tenant's next call must wait until this one has ended
-                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            else:
-                task.cancel()
-            raise
+        async with self._own[tenant]:
+            call = self._thread.submit(work, *args)
+            ended = asyncio.wrap_future(call)
+            try:
+                await asyncio.wait([ended])
+            except asyncio.CancelledError:
+                if not call.cancel():  # it runs: the tenant's next call must wait until it has ended
+                    await asyncio.wait([ended])
+                    ended.exception()  # nobody asks for it any more, and asyncio would log it
+                raise
+            return ended.result()
 
 
 async def in_turn[Result](request: Request, turns: Turns, work: Callable[..., Result], *args: Any) -> Result:

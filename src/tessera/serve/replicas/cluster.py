@@ -5,9 +5,8 @@ runs the server of `tessera serve` on a free port, and the front sends HTTP requ
 used: its proxy would be a second front that knows neither the API keys and deadlines of `front` nor which prompts share
 pages.
 
-Without RAY_ADDRESS, Ray runs in child processes of the server and ends with the server. With RAY_ADDRESS ("auto" on a
-machine of the cluster), replicas are spread over the cluster. All machines of the cluster need the same Python
-environment, and the model at the same path.
+Without RAY_ADDRESS, Ray runs in child processes of the server and ends with it. With RAY_ADDRESS, replicas are spread
+over that cluster, whose machines need the same Python environment, and the model at the same path.
 """
 
 import asyncio
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.app import create
 from tessera.serve.edge import server
 from tessera.serve.replicas.relay import Relay
@@ -276,7 +274,6 @@ def clients(files: int) -> int:
 
 def run(
     launcher: Cluster,
-    tokenizer: Tokenizer | None,
     *,
     name: str,
     count: int,
@@ -290,7 +287,6 @@ def run(
     SIGHUP restarts the replicas, one after another.
 
     Args:
-        tokenizer: the model's, for routing keys; with None, a text prompt goes to any replica.
         margin: number of open requests by which a request's preferred replica may exceed another.
         context: maximum tokens of one request; None if only the replicas know it.
         origins: origins of other machines' pages that may use the server (see `cors.origins`).
@@ -298,7 +294,7 @@ def run(
 
     async def serve() -> None:
         replicas = Replicas(launcher, count)
-        relay = Relay(replicas, tokenizer, margin, context)
+        relay = Relay(replicas, margin, context)
         configured = server.configured(relay, launcher.keys, origins=origins)
         configured.limit_concurrency = clients(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         front = server.Server(configured, replicas)

@@ -10,12 +10,11 @@ from contextlib import suppress
 import httpx2
 from fastapi import Response
 
-from tessera.models.text.tokenizer import Tokenizer
 from tessera.serve.api.protocol import ChatBody, CompletionBody
 from tessera.serve.api.schema import Refusal
 from tessera.serve.edge.bodies import Bodies
 from tessera.serve.edge.front import TENANT, Message, Receive, Send
-from tessera.serve.edge.turns import Turns, unless_gone
+from tessera.serve.edge.turns import unless_gone
 from tessera.serve.metrics import METRICS_TYPE
 from tessera.serve.replicas.routing import choose, first_page
 from tessera.serve.replicas.supervisor import Lost, Replica, Replicas, full
@@ -35,10 +34,8 @@ MAX_LOST = 2
 class Relay:
     """ASGI application in front of replicas; `cluster.run` explains the arguments."""
 
-    def __init__(self, replicas: Replicas, tokenizer: Tokenizer | None, margin: int, context: int | None = None):
-        self.replicas, self.tokenizer, self.margin = replicas, tokenizer, margin
-        self._bodies = Bodies(context)
-        self._encoding = Turns()  # the tokenizer is not thread-safe
+    def __init__(self, replicas: Replicas, margin: int, context: int | None = None):
+        self.replicas, self.margin, self._bodies = replicas, margin, Bodies(context)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
@@ -90,9 +87,7 @@ class Relay:
         schema = PROMPTS.get(scope["path"])
         if schema is None or scope["method"] != "POST":
             return None
-        tenant = scope[TENANT]
-        parsed = await self._bodies.parse(tenant, schema, body)
-        return await self._encoding.run(tenant, first_page, parsed, self.tokenizer, tenant)
+        return first_page(await self._bodies.parse(scope[TENANT], schema, body), scope[TENANT])
 
     async def _ask(self, replica: Replica, scope: Message, body: bytes, send: Send) -> Response | None:
         """Send a request to a replica. Return the whole answer, or stream it to the client and return None.

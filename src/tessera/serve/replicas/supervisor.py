@@ -84,7 +84,6 @@ class Replica(Counting):
         starts, retired: number of times that it has become ready, and that it has been stopped to restart it.
         rolls: number of calls of `Replicas.roll` before its process was started.
         misses: number of health checks in a row that failed.
-        metrics: the last metrics that its process has reported.
         retiring: event that is set while the replica is to be restarted once the open requests have ended.
     """
 
