@@ -34,15 +34,8 @@ class Batch:
         parts = num_stripes(self.mesh)
         self.stripe = None if parts == 1 else size // parts
         self.num_keys = num_keys
-        self.cache = allocate(
-            self.mesh,
-            config=config,
-            batch=rows,
-            num_keys=num_keys,
-            dtype=kv_dtype or str(params.embed.dtype),
-            stacked=not isinstance(params.layers, tuple),
-            stripe=self.stripe,
-        )
+        sizes = {"batch": rows, "num_keys": num_keys, "kv_dtype": kv_dtype}
+        self.cache = allocate(params, config=config, stripe=self.stripe, **sizes)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, list]:
         """Prefill all prompts; return next-token logits and the key counts of each chunk."""

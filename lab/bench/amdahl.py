@@ -24,7 +24,6 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.measure import timing
 from tessera.measure.model_work import fresh_seed, layer_densities
 from tessera.models.cache import Cache
-from tessera.runtime.compilation import cut_chunks
 from tessera.runtime.row_pool import RowPool
 from tessera.sparse.contract import Policy, Reads
 
@@ -52,7 +51,9 @@ class AttentionAlone:
 
     def __init__(self, pool: RowPool, length: int):
         self.policy, self.config, self.length = pool.policy, pool.config, length
-        self.chunks = list(cut_chunks(length, pool.sizes))
+        self.chunks: list[tuple[int, int]] = []  # (first row, rows), as `RowPool.run` cuts a prompt
+        while (start := sum(size for _, size in self.chunks)) < length:
+            self.chunks.append((start, pool.size_for(start, length - start, pool.sizes[0])))
         self.spec = AttentionSpec(window=self.config.window)
         leaves, tree = jax.tree.flatten(pool.cache)
         self.cache = tree.unflatten(jnp.asarray(draw([0, i], x.shape), x.dtype) for i, x in enumerate(leaves))

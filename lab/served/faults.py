@@ -22,7 +22,7 @@ from lab.served.child import KEYS, READY_S, Client, Server, header, serving
 from lab.served.load_client import Outcome
 from lab.served.speed import Found
 from lab.served.stand import SLOTS, Stand, rate
-from tessera.runtime.spill import audit
+from tessera.runtime.spill import CHECKSUM_BYTES, NAME, checksum
 
 REQUESTS = 10_000
 """Number of requests that `leaks` sends."""
@@ -230,6 +230,18 @@ def kills(stand: Stand, seed: int) -> Found:
             damaged += bad
     figures = {"damaged": damaged, "differing": differing, "failed_starts": count - len(starts)}
     return figures, {"kills": count, "pages_on_disk": whole, "start_s": starts}
+
+
+def audit(folder: Path) -> tuple[int, int]:
+    """Return how many pages in the folder of a `Spill` are whole, and how many are damaged."""
+    whole = damaged = 0
+    for path in folder.glob("*/*"):
+        if NAME.fullmatch(path.name) and NAME.fullmatch(path.parent.name):
+            data = path.read_bytes()
+            key, hash = bytes.fromhex(path.parent.name), bytes.fromhex(path.name)
+            good = checksum(key, hash, memoryview(data)[CHECKSUM_BYTES:]) == data[:CHECKSUM_BYTES]
+            whole, damaged = whole + good, damaged + (not good)
+    return whole, damaged
 
 
 async def busy(client: Client, seed: int) -> None:

@@ -2,15 +2,17 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from lab.report.figures_served import figures
-from lab.served import abuse, load_client, simulated, stand
+from lab.served import abuse, faults, load_client, simulated, stand
 from lab.served.load_client import Outcome
 from lab.studies import serving
 from lab.studies.serving import CASES, Case, Goal, grouped, record, study
 from tessera.core import files
 from tessera.runtime.costs import LinearCosts
+from tessera.runtime.spill import Spill
 
 
 def test_jain_is_1_for_equal_shares_and_1_of_n_for_one_taker():
@@ -111,3 +113,17 @@ def test_a_resumed_study_measures_only_what_is_missing(tmp_path, monkeypatch):
     flags.resume = False
     study(flags)
     assert len(asked) == 7
+
+
+def test_an_audit_counts_whole_and_damaged_pages_of_all_models(tmp_path):
+    keys = [bytes([i]) * 32 for i in range(8)]
+    for salt in (b"salt", b"another model"):
+        spill = Spill(tmp_path, salt, 1 << 20)
+        assert all(spill.save(key, [np.arange(9)]) for key in keys)
+    assert faults.audit(tmp_path) == (16, 0)
+    [one, _], [moved, _] = (sorted(tmp_path.rglob(keys[i].hex())) for i in (3, 4))
+    one.write_bytes(one.read_bytes()[:-1])
+    moved.rename(moved.with_name("ab" * 32))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / keys[0].hex()).write_text("no page")
+    assert faults.audit(tmp_path) == (14, 2)

@@ -120,16 +120,14 @@ def test_more_devices_need_less_each():
 @pytest.mark.parametrize(("batch", "layers"), [(1, 2), (2, 3)])
 def test_a_chunk_on_the_host_against_its_compiler(batch, layers):
     """XLA's CPU programs: one sequence holds 3 D + 3 F floats a row; more sequences copy half of the cache."""
-    from tessera.runtime.step import allocate, prefill_chunk
+    from tessera.runtime.step import prefill_chunk
     from tessera.sparse.baselines import Dense
 
     config, rows, num_keys = replace(TINY, num_layers=layers, intermediate_size=256), 64, 4096
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params.layers)
     params = replace(params, layers=(layer,) * layers)
-    cache = jax.eval_shape(
-        lambda: allocate(None, config=config, batch=batch, num_keys=num_keys, dtype="float32", stacked=False)
-    )
+    cache = jax.eval_shape(lambda: init_cache(config, batch, num_keys, dtype=jnp.float32, stacked=False))
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, rows), (batch,)))
     program = prefill_chunk.lower(params, cache, tokens, counts, counts, config=config, policy=Dense())
     held = program.compile().memory_analysis().temp_size_in_bytes

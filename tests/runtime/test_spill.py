@@ -13,7 +13,7 @@ import pytest
 
 from tessera.models.pages import Pages
 from tessera.runtime.prefix import Prefix
-from tessera.runtime.spill import Spill, audit
+from tessera.runtime.spill import Spill
 
 SALT, LIMIT = b"salt", 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(8)]
@@ -70,20 +70,6 @@ def test_a_damaged_or_foreign_file_is_removed_and_said(tmp_path, caplog):
     assert spill.load(KEYS[3]) is None
 
 
-def test_an_audit_counts_whole_and_damaged_pages_of_all_models(tmp_path):
-    for salt in (SALT, b"another model"):
-        spill = Spill(tmp_path, salt, LIMIT)
-        assert all(spill.save(key, arrays()) for key in KEYS)
-    assert audit(tmp_path) == (16, 0)
-    one = page_file(tmp_path, KEYS[3])
-    one.write_bytes(one.read_bytes()[:-1])
-    moved = page_file(tmp_path, KEYS[4])
-    moved.rename(moved.with_name("ab" * 32))
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / KEYS[0].hex()).write_text("no page")
-    assert audit(tmp_path) == (14, 2)
-
-
 def test_the_oldest_pages_of_all_models_make_room(tmp_path):
     Spill(tmp_path / "one", SALT, LIMIT).save(KEYS[0], arrays())
     size = page_file(tmp_path / "one", KEYS[0]).stat().st_size
@@ -136,7 +122,7 @@ def test_a_full_disk_only_logs(tmp_path, caplog):
 KILLED = """
 import os, signal, sys
 import numpy as np
-from tessera.runtime.spill import Spill, audit
+from tessera.runtime.spill import Spill
 spill = Spill(sys.argv[1], b"salt", 1 << 20)
 spill.save(bytes(32), [np.arange(9999)])
 name, when = sys.argv[2:]

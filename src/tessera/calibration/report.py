@@ -23,7 +23,6 @@ class Report:
         self.bar.stop()
 
     def each(self, stage: str, items: Sequence[Any]) -> Iterator[Any]:
-        """Iterate over the items and advance the bar."""
         self.stage = stage
         task = self.bar.add_task(stage, total=len(items))
         for item in items:

@@ -171,10 +171,7 @@ class WithBudgets:
 
 
 class Judge:
-    """Compares policies with dense on the probes' windows; the constructor runs dense, once.
-
-    `each` iterates over the windows and shows progress; the default shows nothing.
-    """
+    """Compares policies with dense on the probes' windows; the constructor runs dense, once."""
 
     def __init__(self, model: Any, probes: Sequence[Probe], each: Callable = lambda stage, items: items):
         self.model, self.probes, self.each = model, probes, each
@@ -282,10 +279,7 @@ def search(
     each: Callable,
     notebook: Notebook = NO_NOTEBOOK,
 ) -> list[Tried]:
-    """Bisect for the smallest mean budget that meets the target; return all attempts, the chosen one last.
-
-    If no attempt meets the target, the last one reads all keys.
-    """
+    """Bisect for the smallest mean budget that meets the target, else all keys; the chosen attempt comes last."""
     tried, low, high = [], 0.0, 1.0
 
     def attempt(mean: float) -> Tried:

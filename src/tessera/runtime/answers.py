@@ -44,10 +44,7 @@ class Generation:
     decode_density: float = 1.0
 
     def usage(self) -> str:
-        """Summarise in a few words what the answer cost: tokens, decode rate and the share of keys read.
-
-        A plan may prefill sparse and decode dense; the text then says so.
-        """
+        """Summarise in a few words what the answer cost, and say if only its prompt was read sparsely."""
         rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
         answer = ", all by the answer" if self.decode_keys and self.decode_density == 1.0 > self.density else ""
         return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {self.density:.0%} of keys read{answer}"

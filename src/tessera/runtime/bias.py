@@ -22,7 +22,6 @@ def check_bias(sequence: Sequence, vocab_size: int) -> None:
 
 
 def bias_of(sequences: abc.Sequence[Sequence | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
-    """Return the bias of each row's next token; rows without a request have none."""
     bias = np.zeros(shape, np.float32)
     for row, sequence in zip(bias, sequences):
         if sequence is None or not sequence.open:

@@ -35,10 +35,7 @@ class Pending(NamedTuple):
 
 
 def pick(scores: Float[Array, "B V"], counts: Array | None, sequences: abc.Sequence[Sequence | None]) -> Choice:
-    """Choose one token per row by its request's sampling, seed and step.
-
-    A row without a request gets an arbitrary token.
-    """
+    """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
     samplings = tuple(NEUTRAL if each is None else each.request.sampling for each in sequences)
     method = reduce(or_, {each.request.method for each in sequences if each is not None}, NEUTRAL.method)
     values = values_of(samplings, scores.shape[1])
@@ -58,7 +55,6 @@ def counts_of(sequences: abc.Sequence[Sequence], vocab_size: int, mesh: Mesh | N
 
 @lru_cache(maxsize=64)  # a batch keeps its requests for many steps
 def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
-    """Return the sampling parameters of a batch, one value per row."""
     found = Values(*(np.array(column) for column in zip(*(s.values(vocab_size) for s in samplings))))
     for column in found:
         column.flags.writeable = False  # later batches share it
@@ -66,10 +62,7 @@ def values_of(samplings: tuple[Sampling, ...], vocab_size: int) -> Values:
 
 
 def hand_out(pending: Pending, params: Params) -> tuple[list[Event], list[Sequence]]:
-    """Wait for one step and add its tokens to the answers of its requests.
-
-    Return the new events, and the requests that failed because their logits are not finite.
-    """
+    """Add one step's tokens to the answers; return the events, and the requests whose logits are not finite."""
     tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
     ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
     reads = [tuple(np.asarray(part, np.float64) for part in call) for call in pending.reads]
@@ -119,7 +112,6 @@ def fail(sequence: Sequence, error: Exception) -> Failure:
 
 
 def warm_choices(methods: abc.Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
-    """Run the sampling program of every method once; return the number of programs."""
     scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
     counts = put(np.zeros((batch, vocab_size), np.int32), mesh)
     values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))

@@ -18,7 +18,6 @@ from jax._src import compilation_cache
 from jax._src.lru_cache import LRUCache
 
 from tessera.core.files import user_cache
-from tessera.core.shapes import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,6 @@ def capacity_bucket(num_keys: int) -> int:
 
 
 def capacity_buckets(num_keys: int) -> Iterator[int]:
-    """Yield all buckets up to the one that holds `num_keys`, ascending."""
     size = 0
     while size < num_keys:
         size = capacity_bucket(size + 1)
@@ -139,12 +137,3 @@ def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
     while sizes[-1] * CHUNK_GROWTH <= max(chunk, unit):
         sizes.append(sizes[-1] * CHUNK_GROWTH)
     return tuple(reversed(sizes))
-
-
-def cut_chunks(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of the chunks that cover `length` rows, largest first; only the last chunk holds padding."""
-    start, end = 0, round_up(length, sizes[-1])
-    for size in sizes:
-        while end - start >= size:
-            yield start, size
-            start += size

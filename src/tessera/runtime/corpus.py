@@ -123,7 +123,6 @@ def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _evenly(windows: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """Pick at most `count` windows, evenly spaced over the list."""
     if len(windows) <= count:
         return windows
     return [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]

@@ -6,8 +6,6 @@ from typing import Protocol, Self
 
 
 class Costs(Protocol):
-    """Predicts how long steps take."""
-
     def step_s(self, prefill: Sequence[tuple[int, int]], decode: Sequence[int]) -> float:
         """Return the predicted seconds of a step.
 

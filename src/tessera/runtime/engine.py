@@ -253,10 +253,7 @@ class Engine:
         return self.lane.warm(found, extras=extras)
 
     def _open_lane(self, waiting: abc.Iterable[Sequence]) -> list[Event]:
-        """Open the lane for as many of the requests as fit in memory.
-
-        Fail the longest request until the rest fits; return the Failure events.
-        """
+        """Open the lane for the requests that fit in memory: fail the longest one until the rest fits."""
         failures, left = [], sorted(waiting, key=lambda sequence: sequence.answer.num_keys)
         while left and self.lane is None:
             num_tokens = max(sequence.prompt_tokens for sequence in left)

@@ -233,10 +233,7 @@ class Lane:
                 self._run(sequence, segments * self.pool.unit)
 
     def _run(self, sequence: Sequence, room: int) -> None:
-        """Prefill up to `room` positions of one request, at most up to its `goal`.
-
-        When the goal is reached, choose the first token, or resume the answer if the request gave way during it.
-        """
+        """Prefill up to `room` positions of one request; at its `goal`, choose the first token or resume the answer."""
         prompt, unit = sequence.request.prompt, self.pool.unit
         while room > 0 and sequence.prefilling:
             self._skip(sequence)
@@ -297,10 +294,7 @@ class Lane:
         sequence.reads = {}
 
     def _grow(self, sequence: Sequence, num_keys: int) -> bool:
-        """Allocate the pages that a request still needs for `num_keys` keys; other requests may have to give way.
-
-        Return False if the request itself had to give way, or failed.
-        """
+        """Allocate a request's pages for `num_keys` keys; return False if the request itself gave way, or failed."""
         while sequence.open and (count := ceil_div(num_keys, self.pool.page) - len(sequence.pages)) > 0:
             try:
                 sequence.pages += self.prefix.allocate(count)

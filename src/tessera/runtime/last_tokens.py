@@ -13,10 +13,7 @@ from tessera.runtime.sampling import Choice, Method
 
 
 class LastTokens:
-    """Arrays that the next decode step takes from the steps before it.
-
-    `counts` [rows,V] is None until a request with a penalty needs it.
-    """
+    """Arrays that the next decode step takes from the steps before; `counts` is None until a request has a penalty."""
 
     def __init__(self, rows: int, vocab_size: int, mesh: Mesh | None):
         self.mesh, self.vocab_size = mesh, vocab_size
@@ -33,17 +30,14 @@ class LastTokens:
     def take(
         self, rows: Int32[np.ndarray, "B"], *, counts: bool
     ) -> tuple[Int32[Array, "B"], Int32[Array, "B V"] | None]:
-        """Return the last tokens of `rows`, and their token counts if asked. An index past the last row is padding."""
         return take_rows(self.token, rows), take_rows(self.counts, rows) if counts else None
 
     def update(self, rows: Int32[np.ndarray, "B"], choice: Choice) -> None:
-        """Replace some rows; an index past the last row is padding."""
         self.token = set_rows(self.token, choice.token, rows)
         if choice.counts is not None:
             self.counts = set_rows(self.counts, choice.counts, rows)
 
     def warm(self, methods: Iterable[Method], batches: Sequence[int] = ()) -> int:
-        """Run every program once, for each batch in `batches`; return the number of programs."""
         rows = len(self.token)
         arrays = [np.zeros(rows, np.int32)]
         if any(method.penalised for method in methods):

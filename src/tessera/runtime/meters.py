@@ -15,7 +15,6 @@ from the device's data sheet and are summed over the devices of the mesh. CPUs h
 `generate --stats` measures the rates.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -24,15 +23,14 @@ from tessera.core import hardware
 from tessera.core.mesh import mesh_of
 from tessera.core.quant import num_bytes
 from tessera.models.config import ModelConfig
+from tessera.models.footprint import CACHE_TYPES
 from tessera.models.layers import Params
-from tessera.models.weights import layer_weights, shape_of
 from tessera.runtime.answers import Generation
+from tessera.runtime.roofline import layer_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Peak rates of the devices that run a model, and the source of these numbers."""
-
     flops_per_s: float
     bytes_per_s: float
     source: str
@@ -70,37 +68,6 @@ def nominal_peaks(params: Params) -> Peaks | None:
     )
 
 
-def matrix_elements(config: ModelConfig) -> int:
-    """Count the elements of all layers' matrices, by which every row is multiplied."""
-    shapes = (shape_of(weight, config) for weight in layer_weights(config))
-    return config.num_layers * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-
-
-def attention_flops(config: ModelConfig, keys: float) -> float:
-    """Return the flops of attention over `keys` positions per KV head: 4 H in each query head that shares them."""
-    return 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads) * keys
-
-
-def prefill_flops(config: ModelConfig, tokens: int, keys: float) -> float:
-    """Return the flops of a prefill that read `keys` positions, including the logits of its last token."""
-    return 2.0 * matrix_elements(config) * tokens + _logits_flops(config) + attention_flops(config, keys)
-
-
-def decode_flops(config: ModelConfig, tokens: int, keys: float) -> float:
-    """Return the flops of `tokens` decoded tokens that together read `keys` positions."""
-    return (2.0 * matrix_elements(config) + _logits_flops(config)) * tokens + attention_flops(config, keys)
-
-
-def decode_bytes(
-    config: ModelConfig, tokens: int, keys: float, *, weights: int, itemsize: int, scaled: bool = False
-) -> float:
-    """Return the bytes that `tokens` decoded tokens read: all weights per token, and `keys` positions of the cache.
-
-    `weights` is from `weight_bytes`. With `scaled`, the cache is int8, with a bfloat16 scale per key and value.
-    """
-    return weights * tokens + keys * 2.0 * (config.head_dim * itemsize + (2 if scaled else 0))
-
-
 def weight_bytes(params: Params) -> int:
     """Return the bytes of the weights that a decode step reads: of an untied embedding, only one row per sequence."""
     read = (params.layers, params.final_norm, params.embed if params.head is None else params.head)
@@ -108,26 +75,21 @@ def weight_bytes(params: Params) -> int:
 
 
 def use(answer: Generation, config: ModelConfig, params: Params, kv_dtype: str | None, peaks: Peaks | None) -> Use:
-    """Compute the shares of the peak rates that one answer used, to a prompt of which no keys were reused.
-
-    If several answers are decoded together, each of them is charged for reading all weights.
-    """
+    """Compute the shares of the peak rates that one answer used; each answer is charged for reading all weights."""
     if peaks is None:
         return Use()
-    size = 1 if kv_dtype else params.embed.dtype.itemsize
-    steps, found = len(answer.tokens) - 1, {}
+    head, row = 2.0 * config.vocab_size * config.hidden_size, 2.0 * layer_parameters(config)
+    key = 4.0 * config.head_dim * (config.num_heads // config.num_kv_heads)  # per query head, 2 H for q.k, 2 H for p v
+    found = {}
     if answer.tokens:
-        done = prefill_flops(config, answer.prompt_tokens, answer.prefill_keys)
+        done = row * answer.prompt_tokens + head + key * answer.prefill_keys
         found["prefill_mfu"] = done / (answer.ttft_s * peaks.flops_per_s)
     if answer.decode_tokens_per_s > 0:
+        steps, stored = len(answer.tokens) - 1, CACHE_TYPES[kv_dtype or str(params.embed.dtype)]
         seconds = steps / answer.decode_tokens_per_s
-        moved = decode_bytes(
-            config, steps, answer.decode_keys, weights=weight_bytes(params), itemsize=size, scaled=kv_dtype is not None
-        )
-        found["decode_mfu"] = decode_flops(config, steps, answer.decode_keys) / (seconds * peaks.flops_per_s)
+        done = (row + head) * steps + key * answer.decode_keys
+        found["decode_mfu"] = done / (seconds * peaks.flops_per_s)
+        key_bytes = 2 * (config.head_dim * stored.bits / 8 + stored.scale_bytes)
+        moved = weight_bytes(params) * steps + key_bytes * answer.decode_keys
         found["decode_bandwidth"] = moved / (seconds * peaks.bytes_per_s)
     return Use(**found)
-
-
-def _logits_flops(config: ModelConfig) -> float:
-    return 2.0 * config.vocab_size * config.hidden_size

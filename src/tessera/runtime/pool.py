@@ -196,6 +196,20 @@ class Pool(ABC):
         jax.block_until_ready(self.cache)
         return count
 
+    def _fill(self, cache: Cache, tokens, start: int, size: int, policy: Policy | None, **how: bool):
+        """Prefill a chunk into a cache of batch 1; return the cache, hidden states and key counts."""
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        where = np.array([start], np.int32), np.array([len(tokens)], np.int32)
+        how |= {"config": self.config, "policy": policy or self.policy_at(start), "stripe": self.stripe}
+        return prefill_chunk(self.params, cache, padded, *where, **how)
+
+    def _feed(self, cache: Cache, policy: Policy, token_B: Array, position_B: np.ndarray, alive_B: np.ndarray):
+        """Decode a token per sequence; return the cache, logits and a list of key counts."""
+        how = {"config": self.config, "policy": policy, "stripe": self.stripe}
+        cache, out, reads = decode_token(self.params, cache, token_B, position_B, alive_B, **how)
+        return cache, out, [] if reads is None else [reads]
+
     def _warm_copies(self) -> int:
         self.restore([NULL], self.save([NULL]))
         return 2
@@ -231,14 +245,8 @@ class PagePool(Pool):
                 "use a mesh that splits only heads, such as 4x1"
             )
         self.width = ceil_div(round_up(context, paging.unit), paging.page)
-        self.cache = allocate(
-            self.mesh,
-            config=config,
-            batch=paging.num_pages,
-            num_keys=paging.page,
-            dtype=kv_dtype or self.dtype,
-            stacked=not isinstance(params.layers, tuple),
-        )
+        sizes = {"batch": paging.num_pages, "num_keys": paging.page, "kv_dtype": kv_dtype}
+        self.cache = allocate(params, config=config, **sizes)
 
     def salt(self) -> bytes:
         return salt(
@@ -267,18 +275,8 @@ class PagePool(Pool):
         )
 
     def prefill(self, tokens, start, pages, size, policy=None):
-        padded = np.zeros((1, size), np.int32)
-        padded[0, : len(tokens)] = tokens
-        self.cache, rows, reads = prefill_chunk(
-            self.params,
-            self._paged([pages]),
-            padded,
-            np.array([start], np.int32),
-            np.array([len(tokens)], np.int32),
-            config=self.config,
-            policy=policy or self.policy_at(start),
-        )
-        self._strip()
+        cache, rows, reads = self._fill(self._paged([pages]), tokens, start, size, policy)
+        self.cache = cache._replace(pages=None)
         return rows, reads
 
     def seats(self, pages):
@@ -288,17 +286,10 @@ class PagePool(Pool):
         batch, count = token_B.shape[0], len(pages)
         position_B = np.zeros(batch, np.int32)
         position_B[:count] = position
-        self.cache, out, reads = decode_token(
-            self.params,
-            self._paged([*pages, *[()] * (batch - count)]),
-            token_B,
-            position_B,
-            np.arange(batch) < count,
-            config=self.config,
-            policy=policy,
-        )
-        self._strip()
-        return out, [] if reads is None else [reads]
+        cache = self._paged([*pages, *[()] * (batch - count)])
+        cache, out, reads = self._feed(cache, policy, token_B, position_B, np.arange(batch) < count)
+        self.cache = cache._replace(pages=None)
+        return out, reads
 
     def save(self, pages):
         return [jax.tree.map(np.asarray, read_page(self.cache, np.int32(page))) for page in pages]
@@ -309,6 +300,3 @@ class PagePool(Pool):
 
     def _paged(self, rows: Sequence[Sequence[int]]) -> Cache:
         return self.cache._replace(pages=put(page_table(rows, self.width), self.mesh))
-
-    def _strip(self) -> None:
-        self.cache = self.cache._replace(pages=None)

@@ -142,7 +142,6 @@ class Prefix:
         return run
 
     def positions(self, matched: Sequence[int]) -> int:
-        """Return the number of positions whose keys are in pages that `match` returned."""
         return len(matched) * self.pages.page
 
     def release(self, pages: Iterable[int]) -> None:
@@ -175,11 +174,7 @@ class Prefix:
         return page
 
     def allocate(self, count: int) -> list[int]:
-        """Take pages that the caller owns and may write, evicting cached pages if too few are free.
-
-        Raises:
-            OutOfPages: too few pages are free or can be evicted; nothing changes.
-        """
+        """Take pages to own and write, evicting cached ones if need be; if that raises OutOfPages, nothing changes."""
         short = count - len(self.pages.free)
         if short > 0:
             victims = self._victims(short)
@@ -215,10 +210,7 @@ class Prefix:
         return withdrawn
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Protect the pages of these hashes from eviction until `unpin` has been called as often as `pin`.
-
-        A page that is not published yet is pinned when it is published.
-        """
+        """Protect the pages of these hashes, also those published later, from eviction until `unpin` undoes it."""
         for name in hashes:
             self._pins[name] += 1
             if name in self._held:

@@ -63,10 +63,7 @@ def following(prompt: Sequence[int], start: int, size: int) -> Int32[np.ndarray,
 
 
 def prompt_tokens(id: int, prompt: Sequence[int], scored: Mapping[int, RowScores], ranks: int) -> tuple[Token, ...]:
-    """Return the prompt's tokens with their log-probabilities; the first token has none, because nothing precedes it.
-
-    `scored` has the scores of the rows of each prefill, by the position of its first row.
-    """
+    """Return the prompt's tokens; `scored` has the scores of each prefill, by the position of its first row."""
     found = [Token(id, int(prompt[0]), None, "")]
     for start, end in pairwise([*sorted(scored), len(prompt)]):  # rows past `end` are padding
         scores = RowScores(*(np.asarray(part) for part in scored[start]))

@@ -29,9 +29,7 @@ from tessera.runtime.step import (
     CHUNK,
     Rows,
     allocate,
-    decode_token,
     enlarge,
-    prefill_chunk,
     read_head,
     read_page,
     require_room,
@@ -72,15 +70,8 @@ class RowPool(Pool):
         self.sizes = self._sizes(num_keys) if sizes is None else tuple(sizes)
         self.unit, self.stripe = self.sizes[-1], self._stripe()
         self.page = self.bucket(num_keys)
-        self.cache = allocate(
-            self.mesh,
-            config=config,
-            batch=rows,
-            num_keys=self.page,
-            dtype=kv_dtype or self.dtype,
-            stacked=not isinstance(params.layers, tuple),
-            stripe=self.stripe,
-        )
+        sizes = {"batch": rows, "num_keys": self.page, "kv_dtype": kv_dtype}
+        self.cache = allocate(params, config=config, stripe=self.stripe, **sizes)
         self._part: tuple[int, Cache] | None = None  # (row, its copy), which is newer than the row
 
     def _sizes(self, num_keys: int) -> tuple[int, ...]:
@@ -122,19 +113,8 @@ class RowPool(Pool):
             self.cache = enlarge(self.cache, num_keys=self.page, stripe=self.stripe)
 
     def prefill(self, tokens, start, pages, size, policy=None):
-        row, padded = (pages[0] - 1 if pages else 0), np.zeros((1, size), np.int32)
-        padded[0, : len(tokens)] = tokens
-        part, rows, reads = prefill_chunk(
-            self.params,
-            self._take(row),
-            padded,
-            np.array([start], np.int32),
-            np.array([len(tokens)], np.int32),
-            config=self.config,
-            policy=policy or self.policy_at(start),
-            stripe=self.stripe,
-            spread=self.stripe is None and self.sharing.by_rows(size),
-        )
+        row, spread = pages[0] - 1 if pages else 0, self.stripe is None and self.sharing.by_rows(size)
+        part, rows, reads = self._fill(self._take(row), tokens, start, size, policy, spread=spread)
         if self.rows == 1:
             self.cache = part
         else:
@@ -175,17 +155,8 @@ class RowPool(Pool):
         # Every row writes a key: those that are not decoded at the last position, which `RowPrefix` never keeps.
         position_B, alive_B = np.full(self.rows, self.page - 1, np.int32), np.zeros(self.rows, bool)
         position_B[seats], alive_B[seats] = position, True
-        self.cache, out, reads = decode_token(
-            self.params,
-            self.cache,
-            token_B,
-            position_B,
-            alive_B,
-            config=self.config,
-            policy=policy,
-            stripe=self.stripe,
-        )
-        return out, [] if reads is None else [reads]
+        self.cache, out, reads = self._feed(self.cache, policy, token_B, position_B, alive_B)
+        return out, reads
 
     def save(self, pages):
         self._flush()
@@ -210,7 +181,6 @@ class RowPool(Pool):
         return self._part[1]
 
     def _flush(self) -> None:
-        """Write the copy of a row back, if there is one."""
         if self._part is not None:
             row, part = self._part
             self._part = None

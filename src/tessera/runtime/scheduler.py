@@ -202,10 +202,7 @@ class Scheduler:
         return found
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """Return the request that gives way when pages run out: the one with the latest deadline.
-
-        The oldest request gives way only if no other request runs.
-        """
+        """Return the request that gives way when pages run out: the latest deadline, but the oldest only if alone."""
         if not running:
             raise ValueError("running=[] has no request that could give way: pass at least one")
         oldest = min(running, key=lambda work: (work.arrived_s, work.id))

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from tessera.attention.contract import Positions
 from tessera.core import interrupt
-from tessera.core.mesh import keep, mesh_of, program
+from tessera.core.mesh import keep, program
 from tessera.core.shapes import round_up
 from tessera.models.cache import Cache, keep_split
 from tessera.models.config import ModelConfig
@@ -101,20 +101,16 @@ class Run:
         made = make_policy(policy, array)
         self.unit = lcm(CHUNK_UNIT, made.query_tile)  # as in generation, which rounds the cross-over up to it
         self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), made.query_tile)
-        params, stacked = model.params, not isinstance(model.params.layers, tuple)
         cut = made.at_position(0, self.unit) != made
         size = round_up(num_keys, self.rows) + (self.rows if cut else 0)  # for the padding of the chunk before the cut
-        dtype = getattr(model, "kv_dtype", None) or str(params.embed.dtype)
-        self.cache = allocate(
-            mesh_of(params), config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked
-        )
+        kv_dtype = getattr(model, "kv_dtype", None)
+        self.cache = allocate(model.params, config=model.config, batch=1, num_keys=size, kv_dtype=kv_dtype)
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
         """Run tokens, padded to `rows` rows, from a multiple of the query tile on, under the first one's policy."""
         return self._call(tokens, start, rows, self._at(start))
 
     def decode(self, token: int, position: int) -> Chunk:
-        """Run one token as a decode step."""
         policy = self.policy if self.array is not None else self.policy.decode_at(position, self.unit)
         return self._call([token], position, 1, policy)
 
@@ -132,7 +128,6 @@ class Run:
         return Chunk(start, len(tokens), hidden[0], notes, make_policy(policy, self.array))
 
     def fill(self, tokens: Any) -> Iterator[Chunk]:
-        """Run a window from position 0 on, chunk by chunk."""
         start = 0
         while start < len(tokens):
             end = min(start + self.rows, len(tokens))
@@ -145,7 +140,6 @@ class Run:
 def run_window(
     model: Any, tokens: Any, policy: PolicyOf, array: Any = None, *, num_keys: int | None = None
 ) -> Iterator[Chunk]:
-    """Run a window of token ids under a policy, chunk by chunk; arguments as in `Run`."""
     return Run(model, policy, num_keys or len(tokens), array).fill(tokens)
 
 
@@ -209,10 +203,7 @@ def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndar
 def compare_rows(
     model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray, *, other: Any = None
 ) -> Compared:
-    """Compare rows of a run under a policy (`ours`) with the same rows under dense attention, as in `score_rows`.
-
-    If `ours` comes from another model, `other`, that model's output head computes its logits.
-    """
+    """Compare rows of a run, by the model `other` if given, with the same rows under dense attention."""
     judge = partial(_compare_block, model.params, (other or model).params)
     return Compared(*_by_block(judge, (dense, ours), tokens, rows))
 

@@ -86,7 +86,7 @@ class Spill:
             return False
         try:
             self._make_room(size)
-            write_whole(path, lambda temporary: temporary.write_bytes(self._checksum(hash, body) + body))
+            write_whole(path, lambda temporary: temporary.write_bytes(checksum(self._key, hash, body) + body))
         except OSError as error:
             logger.warning("cannot spill a page: %s", error)
             return False
@@ -105,7 +105,7 @@ class Spill:
             logger.warning("cannot read a spilled page: %s", error)
             return None
         body = memoryview(data)[CHECKSUM_BYTES:]
-        if self._checksum(hash, body) != data[:CHECKSUM_BYTES]:
+        if checksum(self._key, hash, body) != data[:CHECKSUM_BYTES]:
             logger.warning("%s is cut short, damaged or from another model: removed", path)
             self.remove(hash)
             return None
@@ -120,9 +120,6 @@ class Spill:
         if len(hash) != HASH_BYTES:
             raise ValueError(f"{hash=} must have {HASH_BYTES} bytes: take it from Prefix.hashes")
         return self._folder / hash.hex()
-
-    def _checksum(self, hash: bytes, body: bytes | memoryview) -> bytes:
-        return _checksum(self._key, hash, body)
 
     def touch(self, hash: bytes) -> bool:
         """Make the page's file the newest, by a clock finer than the file system's; return whether there is one."""
@@ -165,19 +162,7 @@ class Spill:
                         yield entry.stat().st_mtime_ns, entry.stat().st_size, entry.path
 
 
-def audit(folder: str | os.PathLike) -> tuple[int, int]:
-    """Return how many pages in the folder of a `Spill` are whole, and how many are damaged."""
-    whole = damaged = 0
-    for path in Path(folder).glob("*/*"):
-        if NAME.fullmatch(path.name) and NAME.fullmatch(path.parent.name):
-            data = path.read_bytes()
-            key, hash = bytes.fromhex(path.parent.name), bytes.fromhex(path.name)
-            good = _checksum(key, hash, memoryview(data)[CHECKSUM_BYTES:]) == data[:CHECKSUM_BYTES]
-            whole, damaged = whole + good, damaged + (not good)
-    return whole, damaged
-
-
-def _checksum(key: bytes, hash: bytes, body: bytes | memoryview) -> bytes:
+def checksum(key: bytes, hash: bytes, body: bytes | memoryview) -> bytes:
     digest = hashlib.blake2b(hash, key=key, digest_size=CHECKSUM_BYTES)
     digest.update(body)
     return digest.digest()

@@ -43,7 +43,7 @@ class Sharing:
     layer_bytes: int
 
     def sent(self, num_rows: int) -> Sent:
-        """Compute the bytes by the module's formulas for a chunk of `num_rows` rows, all sequences together."""
+        """Compute the bytes by the module's formulas for a chunk of `num_rows` rows."""
         share, config = (self.devices - 1) / self.devices, self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize
@@ -59,18 +59,15 @@ class Sharing:
         return int(fixed // saved) + 1 if saved > 0 else None
 
     def by_rows(self, rows: int) -> bool:
-        """Return whether the devices share a chunk with `rows` rows per sequence by rows; if not, they share by heads.
-
-        They share by rows if that sends fewer bytes and the number of devices divides `rows`.
-        """
+        """Return whether sharing by rows sends fewer bytes and the number of devices divides the rows."""
         least = self.break_even
         return least is not None and rows >= least and rows % self.devices == 0
 
     def chunk(self, *, num_keys: int, unit: int, rows_per_device: int) -> int | None:
-        """Return the rows per sequence of the longest chunk; None if the devices should share that chunk by heads.
+        """Return the rows of the longest chunk; None if the devices should share that chunk by heads.
 
-        The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`. One
-        device gets at most `rows_per_device` rows, all sequences together.
+        The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`, and on
+        each device at most `rows_per_device`.
         """
         most = min(rows_per_device, ROWS_PER_DEVICE) * self.devices
         size = unit
@@ -79,7 +76,7 @@ class Sharing:
         return size if self.by_rows(size) else None
 
     def explain(self, rows: int) -> str:
-        """Say in one sentence how a chunk of `rows` rows per sequence is shared, and why; see `by_rows`."""
+        """Say in one sentence how a chunk is shared, and why; see `by_rows`."""
         least = self.break_even
         if least is None:
             return "prefill chunks are shared by heads: by rows, a device would send more bytes for any chunk length"

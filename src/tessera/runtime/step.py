@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import context
@@ -35,19 +34,13 @@ CHUNK = 1024
 """Maximum number of rows of a prefill call in generation. When text is scored, the limit is `score.CHUNK`."""
 
 
-@program(static_argnums=0, static_argnames=("config", "batch", "num_keys", "dtype", "stacked", "stripe"))
+@program(static_argnames=("config", "batch", "num_keys", "kv_dtype", "stripe"))
 def allocate(
-    mesh: Mesh | None,
-    *,
-    config: ModelConfig,
-    batch: int,
-    num_keys: int,
-    dtype: str,
-    stacked: bool,
-    stripe: int | None = None,
+    params: Params, *, config: ModelConfig, batch: int, num_keys: int, kv_dtype: str | None, stripe: int | None = None
 ) -> Cache:
     """Allocate an empty cache in parts: a device only ever holds its KV heads and, with `stripe`, its positions."""
-    return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
+    dtype, stacked = jnp.dtype(kv_dtype or params.embed.dtype), not isinstance(params.layers, tuple)
+    return keep_split(init_cache(config, batch, num_keys, dtype=dtype, stacked=stacked), stripe)
 
 
 @program(static_argnames=("num_keys", "stripe"))
@@ -89,7 +82,7 @@ def prefill_chunk(
 ) -> tuple[Cache, Rows, Reads | None]:
     """Prefill `q_len_B` tokens per sequence from position `q_start_B` on; the rest of the T rows is padding.
 
-    The key counts are None if the policy does not count. Devices that share the rows keep the hidden states of theirs.
+    Devices that share the rows keep the hidden states of theirs.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -179,9 +172,9 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
 
 
 def spread_chunk(params: Params, config: ModelConfig, *, num_keys: int, unit: int) -> int | None:
-    """Return the rows per sequence of a prefill chunk that devices share by rows; None if they share by heads.
+    """Return the rows of a prefill chunk that devices share by rows, or None; see `Sharing.chunk`.
 
-    See `Sharing.chunk`. On each device, the activations of the chunk take at most as many bytes as the weights.
+    On each device, the activations of the chunk take at most as many bytes as the weights.
     """
     mesh = mesh_of(params)
     if num_head_parts(mesh) == 1 or num_stripes(mesh) > 1:

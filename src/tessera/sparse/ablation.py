@@ -71,10 +71,7 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Attention in which every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head.
-
-    `budgets_LK` is the fraction of the visible keys that a KV head reads in addition to the always-read keys.
-    """
+    """Every layer selects tiles by cheap scores (`estimate.py`), within a budget per KV head, as in `Plan`."""
 
     tiling: Tiling  # tile sizes, always-read keys, and how tiles are scored
     budgets_LK: Float[Array, "L K"]
@@ -122,10 +119,7 @@ class MassRecorder(Policy):
 
 
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
-    """Return the probability [L,K,F] that attention would miss with each of the F budgets in GRID.
-
-    Probabilities are summed over sequences, query tiles, rows and query heads.
-    """
+    """Return the probability [L,K,F] that attention would miss with each of the F budgets in GRID."""
     shape = mass_LBKIJ.shape[1:]
     (tiles, count), budgets = jax.device_get(_near_and_budgets(positions, shape=shape, spec=spec, tiling=tiling))
     far = np.array(mass_LBKIJ, np.float64)

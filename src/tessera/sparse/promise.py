@@ -68,7 +68,6 @@ def _decode_times(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan, what: str, name: str, crossover: int) -> list[str]:
-    """Return one line per measured length: both times, and which of the two runs there."""
     timed = plan.metrics.get(name)
     columns = zip(*(timed[column] for column in ("tokens", "dense_ms", "kascade_ms"))) if timed else ()
     return [

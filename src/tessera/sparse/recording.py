@@ -109,8 +109,6 @@ class SimilarityRecorder(Policy):
 
 
 class RecallState(NamedTuple):
-    """Record of one call."""
-
     policy: Any  # the policy's own state
     held: Array  # [L,K] probability on the keys that the layer's KV head may read, summed over rows and query heads
     total: Array  # [L,K] the same over all keys that are visible
