@@ -24,6 +24,7 @@ from tessera.calibration.report import Report
 from tessera.calibration.search import Target, search_policy
 from tessera.calibration.similarity import find_anchors
 from tessera.core.files import Notebook, sources
+from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import fingerprint
 from tessera.runtime.corpus import Corpus, read_corpus
 from tessera.sparse.ablation import Tiling
@@ -94,10 +95,7 @@ def calibrate(
     if heads not in HEADS:
         raise ValueError(f"{heads=} must be one of {HEADS}")
     always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
-    context = model.config.max_positions
-    for name, size in (("tile", tile), ("query_tile", query_tile)):
-        if size > context:
-            raise ValueError(f"{name}={size} does not fit the context of {context}: choose a smaller one")
+    _check_fit(model.config, tile=tile, query_tile=query_tile)
     count = _check_anchors(anchors, model.config.num_layers)
     corpus = read_corpus(model, texts, max_tokens)
     report, notebook = Report(progress), Notebook()
@@ -137,6 +135,12 @@ def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target 
             f"{said} cannot be combined with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
         )
     return Target(keep=keep, max_kl=max_kl)
+
+
+def _check_fit(config: ModelConfig, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size > config.max_positions:
+            raise ValueError(f"{name}={size} does not fit the context of {config.max_positions}: choose a smaller one")
 
 
 def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
