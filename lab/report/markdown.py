@@ -100,7 +100,7 @@ def provenance(records: Iterable[Record]) -> str:
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if not record.traceable:
+        if not all(text and text.strip() for text in (record.code.commit, record.date, record.command)):
             raise ValueError(
                 f"record {record.key} must name a commit, a date and a command: measure it again in a git clone"
             )

@@ -10,6 +10,10 @@ from tessera.cli.model_commands import named_model
 if TYPE_CHECKING:
     from tessera.sparse.plan import Plan
 
+SHAPING = ("keep", "max_kl", "anchors", "tile", "query_tile", "local", "sinks", "fraction", "minimum", "heads")
+"""Flags that decide what the plan reads."""
+MEASURING = ("crossover", "decode_crossover", "max_tokens")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(Command):
@@ -86,9 +90,8 @@ class Calibrate(Command):
 
         if self.plan is None:
             return None
-        shaping = ("keep", "max_kl", "anchors", "tile", "query_tile", "local", "sinks", "fraction", "minimum", "heads")
         standard = Calibrate(text=self.text)
-        if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
+        if given := [name for name in SHAPING if getattr(self, name) != getattr(standard, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(
                 f"--plan measures {self.plan} as it is, but {flags} would change it: drop --plan, or drop {flags}"
@@ -99,37 +102,16 @@ class Calibrate(Command):
         """Measure the plan's promise and cross-over again, on --text and this device."""
         from tessera.calibration.remeasure import measure_again
 
-        return measure_again(
-            model,
-            plan,
-            self.text,
-            crossover=self.crossover,
-            decode_crossover=self.decode_crossover,
-            max_tokens=self.max_tokens,
-        )
+        return measure_again(model, plan, self.text, **{name: getattr(self, name) for name in MEASURING})
 
     def search(self, model: Any, notes: Path) -> "Plan":
         """Search for a plan; the file `notes` stores each measurement, so that the same command can resume."""
         from tessera.calibration.calibrate import calibrate
 
-        return calibrate(
-            model,
-            self.text,
-            keep=0.99 if (self.keep, self.max_kl, self.anchors) == (None, None, None) else self.keep,
-            max_kl=self.max_kl,
-            anchors=self.anchors,
-            tile=self.tile,
-            query_tile=self.query_tile,
-            local=self.local,
-            sinks=self.sinks,
-            fraction=self.fraction,
-            minimum=self.minimum,
-            heads=self.heads,
-            crossover=self.crossover,
-            decode_crossover=self.decode_crossover,
-            max_tokens=self.max_tokens,
-            notes=notes,
-        )
+        flags = {name: getattr(self, name) for name in (*SHAPING, *MEASURING)}
+        if (self.keep, self.max_kl, self.anchors) == (None, None, None):
+            flags["keep"] = 0.99
+        return calibrate(model, self.text, notes=notes, **flags)
 
 
 def check_out(path: Path) -> None:

@@ -179,11 +179,6 @@ class Record:
         return (self.suite, self.case) if self.suite else (self.command,)
 
     @property
-    def traceable(self) -> bool:
-        """Whether the record names its commit, date and command; without them, no number is published."""
-        return all(text and text.strip() for text in (self.code.commit, self.date, self.command))
-
-    @property
     def mean_density(self) -> float | None:
         """Share of keys read, mean over layers; None if every key is read."""
         return sum(self.density) / len(self.density) if self.density else None

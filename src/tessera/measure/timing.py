@@ -18,6 +18,8 @@ import numpy as np
 
 from tessera.core import hardware, interrupt
 
+DRAWS, TAILS = 2000, (0.025, 0.975)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
@@ -84,16 +86,13 @@ def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
     return statistics.median(baseline) / statistics.median(ours)
 
 
-def ratio_interval(
-    baseline: Sequence[float], ours: Sequence[float], *, level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Return the bootstrap interval of `ratio`; rounds are redrawn with replacement, both sides of a round together."""
+def ratio_interval(baseline: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
+    """Return the bootstrap 95 % interval of `ratio`; rounds are redrawn, both sides of a round together."""
     if len(baseline) != len(ours):
         raise ValueError(f"{len(baseline)=} must equal {len(ours)=}: samples are paired by round")
-    pick = np.random.default_rng(seed).integers(0, len(ours), (draws, len(ours)))
+    pick = np.random.default_rng(0).integers(0, len(ours), (DRAWS, len(ours)))
     ratios = np.median(np.asarray(baseline)[pick], axis=1) / np.median(np.asarray(ours)[pick], axis=1)
-    tail = (1 - level) / 2
-    low, high = np.quantile(ratios, [tail, 1 - tail])
+    low, high = np.quantile(ratios, TAILS)
     return float(low), float(high)
 
 

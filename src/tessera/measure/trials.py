@@ -25,6 +25,8 @@ from tessera.attention.workloads import Workload, tagged
 from tessera.core import hardware
 
 SMALL_BLOCK = 16
+SPEC_FIELDS = ("causal", "window", "scale", "softcap", "tile", "query_tile")
+"""Fields that an AttentionSpec and a call of the oracle share."""
 UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiler options for a simulated kernel. It runs only a few times, and optimising would take longer than the runs."""
 
@@ -227,8 +229,7 @@ def roundings(kernel: Kernel) -> dict[str, bool]:
 
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
     """Return the spec of the oracle's call. With role "score", it also asks for each key tile's probability mass."""
-    names = ("causal", "window", "scale", "softcap", "tile", "query_tile")
-    return AttentionSpec(**{name: getattr(call, name) for name in names}, mass=role == "score")
+    return AttentionSpec(**{name: getattr(call, name) for name in SPEC_FIELDS}, mass=role == "score")
 
 
 @functools.cache
@@ -255,24 +256,8 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
         q[b, q_len[b] :] = np.nan
     lists = random_lists if w.budget is None else budget_lists
     tiles, count = lists(w, rng) if role == "sparse" else (None, None)
-    s = w.spec
-    return oracle.Call(
-        q,
-        k,
-        v,
-        q_start,
-        kv_len,
-        q_len,
-        s.causal,
-        s.window,
-        s.scale,
-        s.softcap,
-        s.tile,
-        s.query_tile,
-        tiles,
-        count,
-        scales,
-    )
+    fields = {name: getattr(w.spec, name) for name in SPEC_FIELDS} | {"tiles": tiles, "count": count, "scales": scales}
+    return oracle.Call(q=q, k=k, v=v, q_start=q_start, kv_len=kv_len, q_len=q_len, **fields)
 
 
 def round_keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

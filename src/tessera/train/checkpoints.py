@@ -59,8 +59,8 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return [Checkpoint(step, tuple(complete[step, n][i] for i in range(n))) for step, n in sorted(complete)]
 
 
-def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last `keep`."""
+def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe) -> Path:
+    """Write this process's file of a checkpoint, whole or not at all; process 0 deletes all but the last two."""
     index, count = jax.process_index(), jax.process_count()
     number = f"-{index:05d}-of-{count:05d}" if count > 1 else ""
     path = folder / f"checkpoint-{step:08d}{number}.safetensors"
@@ -70,7 +70,7 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
     arrays = (np.asarray(part) for part in held.values())  # one at a time: a device's memory may exceed the host's
     write_whole(path, lambda temporary: write_file(temporary, specs, arrays, about))
     if index == 0:
-        remove(folder, checkpoints(folder)[-keep:])
+        remove(folder, checkpoints(folder)[-2:])
     return path
 
 

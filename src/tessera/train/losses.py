@@ -117,7 +117,7 @@ def draw_losses(lines: list[dict[str, Any]], path: str | os.PathLike, title: str
     plt.close(figure)
 
 
-def smooth(values: np.ndarray, width: int = 15) -> np.ndarray:
-    """Compute the centred running mean; the window shrinks at both ends."""
-    kernel = np.ones(min(width, len(values)))
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Compute the centred running mean of 15 values; the window shrinks at both ends."""
+    kernel = np.ones(min(15, len(values)))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

@@ -54,11 +54,6 @@ def library_corpus() -> Split:
     return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
 
 
-def library_digest() -> str:
-    """Return a hash of the training text of `library_corpus`; the text differs between versions of Python."""
-    return hashlib.sha256(library_corpus().train).hexdigest()
-
-
 @lru_cache(maxsize=1)
 def library_calibration() -> np.ndarray:
     """Read the held-out files that are reserved for calibrating plans; training and tests do not use them."""
