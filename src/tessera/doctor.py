@@ -90,7 +90,7 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 def _runs(kernels: list[dict[str, Any]], role: str, phase: str) -> str:
-    """Name the kernel that runs this role and phase, or the kernel of each dtype if the kernels differ."""
+    """Name the kernel that runs this role and phase, or the kernel of each dtype if they differ."""
     runs = {k["dtype"]: k["kernel"] or "none" for k in kernels if (k["role"], k["phase"]) == (role, phase)}
     if len(set(runs.values())) == 1:
         return next(iter(runs.values()))

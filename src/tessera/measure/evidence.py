@@ -35,10 +35,7 @@ PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "tra
 
 @dataclass(frozen=True, kw_only=True)
 class What:
-    """The thing measured: operation, its implementation, named workload, element type, free-form settings.
-
-    `title` is the workload in words, for tables.
-    """
+    """The thing measured. `title` is the workload in words, for tables; `config` holds free-form settings."""
 
     op: str
     kernel: str
@@ -50,7 +47,7 @@ class What:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The machine: device kind and count, CPU model and usable cores, memory, versions; no host name, no address."""
+    """The machine, without a host name or an address."""
 
     device: str
     count: int
@@ -73,13 +70,11 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The code measured.
+    """The code measured. `commit` is None outside a checkout, and `dirty` says whether tracked sources differed from
+    it.
 
-    Attributes:
-        commit: git commit; None outside a checkout.
-        dirty: whether tracked sources differed from the commit.
-        landed: commit in this repository's history that contains the same code, if `commit` was squashed with others
-            and so is not in the history itself.
+    `landed` is the commit in this repository's history that contains the same code, if `commit` was squashed with
+    others and so is not in the history itself.
     """
 
     commit: str | None
@@ -260,7 +255,6 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Return the private words that an encoded record contains: host name, home folder or working folder."""
     text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, whose n would hide the start of a word
     names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
     return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))

@@ -157,9 +157,7 @@ def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, *
 
 @contextlib.contextmanager
 def _asynchronous(thread):
-    """Yield the simulator's memory and the vector clock of the next access that the asynchronous proxy makes for
-    `thread`.
-    """
+    """Yield the simulator's memory and the vector clock of the asynchronous proxy's next access for `thread`."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     memory = gpu_callbacks._get_shared_memory()

@@ -91,11 +91,8 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def load_checkpoint(found: Checkpoint, recipe: Recipe, mesh: Mesh) -> State:
-    """Load the state of a checkpoint onto `mesh`, which may differ from the mesh of the run that saved it.
-
-    Each process reads only the parts that its devices hold. A damaged checkpoint, or one of another recipe, is a
-    ValueError.
-    """
+    """Load the state of a checkpoint onto `mesh`, which may differ from the mesh of the run that saved it. Each process
+    reads only the parts that its devices hold."""
 
     def place(shape: tuple[int, ...], read: Callable[[Box], np.ndarray], where: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(shape, where, lambda index: read(_box(index, shape)))

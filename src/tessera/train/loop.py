@@ -72,11 +72,8 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallBlocks(Dense):
-    """Dense attention for training.
-
-    Blocks of 64 query rows x 128 keys skip the part above the diagonal and stay in the CPU's cache: forward and
-    backward at length 1,024 took a third of the time of attention without blocks. The dispatcher's larger blocks suit
-    inference.
+    """Dense attention for training, in blocks of 64 query rows x 128 keys, which skip the part above the diagonal and
+    stay in the CPU's cache: forward and backward at length 1,024 took a third of the time of attention without blocks.
     """
 
     def attend(self, layer, q, kv, spec, positions, state):
@@ -272,7 +269,7 @@ def _train(run: Run) -> Trained:
 
 
 def _resumed(run: Run) -> tuple[State, int]:
-    """Return the state and step of the newest checkpoint that process 0 sees, or a new state and 0 if it sees none."""
+    """Return the state and step of the newest checkpoint that process 0 sees, else a new state and 0."""
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.folder)}
     step = told_by_lead(max(found, default=-1))
     if step < 0:

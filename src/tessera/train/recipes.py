@@ -21,10 +21,8 @@ class Stage:
 
     Attributes:
         length: number of tokens to predict per sequence.
-        batch: number of sequences per step.
         steps: number of updates.
         mixture: kinds of example (`Data.kinds`) and their shares.
-        rate: learning rate at the first step.
         last_rate: learning rate at the last step, which the rate approaches linearly; None keeps the rate constant.
         accumulate: number of slices into which a batch is cut; they run one after another to bound memory.
         remat: whether the backward pass recomputes each layer's activations instead of storing them.
@@ -57,15 +55,12 @@ class Recipe:
 
     Attributes:
         name: name for display; it does not affect the training.
-        config: the model.
-        stages: the stages, in the order in which they run.
         seed: seed of the weights and of every batch.
         warmup: steps over which the learning rate rises from zero.
         clip: maximum global norm of the gradient.
         weight_decay: decoupled weight decay, which applies to matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        data: where the examples come from.
         text: folder or file to train on; None if `data` has text of its own.
         base: Hugging Face folder to start from; None means fresh weights.
     """
@@ -130,10 +125,8 @@ class Recipe:
         return total
 
     def fingerprint(self, step: int) -> str:
-        """Return a hash of everything that shaped the weights up to `step`; later stages do not change it.
-
-        A stage's `accumulate` and `remat` change only rounding and are left out: a run may resume with other values.
-        """
+        """Return a hash of everything that shaped the weights up to `step`. Left out: later stages, and a stage's
+        `accumulate` and `remat`, which change only rounding, so that a run may resume with other values."""
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
         past["data"] = self.data.name
         past = {key: value for key, value in past.items() if value is not None}

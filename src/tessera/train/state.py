@@ -17,7 +17,7 @@ from tessera.train.recipes import Recipe
 
 
 class State(NamedTuple):
-    """State carried between steps: float32 master weights and the optimizer's moments."""
+    """Float32 master weights and the optimizer's moments, carried between steps."""
 
     params: Params
     optimizer: Any

@@ -14,16 +14,7 @@ import numpy as np
 from tessera.train.data import Split
 
 HELD_OUT = frozenset(
-    {
-        "http/__init__.py",
-        "token.py",
-        "stat.py",
-        "socketserver.py",
-        "ftplib.py",
-        "smtplib.py",
-        "imaplib.py",
-        "tarfile.py",
-    }
+    "http/__init__.py token.py stat.py socketserver.py ftplib.py smtplib.py imaplib.py tarfile.py".split()
 )
 SKIPPED = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "__pycache__"})
 CALIBRATION = "tk"

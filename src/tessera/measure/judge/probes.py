@@ -119,12 +119,10 @@ def number(rng: np.random.Generator) -> str:
 
 
 def single(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of eight unrelated things."""
     return [numbered(rng, thing) for thing in rng.permutation(MEASURES)[:8]]
 
 
 def alike(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of eight cities, all hidden in the same words."""
     return [numbered(rng, f"special number of {city}") for city in rng.permutation(CITIES)[:8]]
 
 
@@ -135,20 +133,17 @@ def numbered(rng: np.random.Generator, thing: str) -> Fact:
 
 
 def keys(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of five people, who share three first names and two surnames between them."""
     first, last = rng.permutation(PEOPLE)[:3], rng.permutation(SURNAMES)[:2]
     people = [f"{one} {two}" for one in first for two in last][:5]
     return [numbered(rng, f"special number of {person}") for person in people]
 
 
 def values(rng: np.random.Generator) -> list[Fact]:
-    """Draw three numbers, under different names, for each of two cities."""
     names, cities = ("special number", "phone number", "access code"), rng.permutation(CITIES)[:2]
     return [numbered(rng, f"{name} of {city}") for city in cities for name in names]
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of four cities, and hide elsewhere which number follows it; a question asks for both."""
     facts = []
     for city in rng.permutation(CITIES)[:4]:
         value, after = number(rng), number(rng)
@@ -160,7 +155,6 @@ def chain(rng: np.random.Generator) -> list[Fact]:
 
 
 def copy(rng: np.random.Generator) -> list[Fact]:
-    """Draw six passages of seven random numbers; a question gives the first five and asks for the last two."""
     facts = []
     for _ in range(6):
         row = [number(rng) for _ in range(7)]
@@ -169,10 +163,7 @@ def copy(rng: np.random.Generator) -> list[Fact]:
 
 
 def count(rng: np.random.Generator) -> list[Fact]:
-    """For each of four kinds of thing, draw a last number from 3 to 7 and hide a note for every number from 1 to it.
-
-    A question asks for the number after the last one.
-    """
+    """For each of four kinds of thing, draw a last number from 3 to 7 and hide a note for every number from 1 to it."""
     facts = []
     for thing in rng.permutation(THINGS)[:4]:
         last = int(rng.integers(3, 8))
