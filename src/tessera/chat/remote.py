@@ -30,10 +30,7 @@ class ContextFull(ValueError):
 
 
 class RemoteChat(Turns):
-    """A conversation whose answers come from a server; the server keeps no state, so every question sends all messages.
-
-    `url` is the server's address, with or without /v1; `options` are fields of the request's body, such as temperature.
-    """
+    """A conversation with a server, which keeps no state; `options` are fields of each request, such as temperature."""
 
     def __init__(
         self,

@@ -53,7 +53,6 @@ class Turns(ABC):
     Attributes:
         source: name of the model; saved conversations contain it.
         messages: the system message, if any, then questions and answers in alternation.
-        seed: seed of the first answer to each question.
         note: remark that a user should see with every answer; "" if there is none.
         draws: whether two answers to the same question may differ.
     """

@@ -25,17 +25,14 @@ from tessera.serve.site import Site, tokenizer_of
 
 START, SLACK = 8, 64
 """Of a long text, first encode START characters per context token; refuse it if they exceed the context by SLACK
-tokens."""
+tokens, because a token may be cut into several at the end of the start."""
 SEEDS = 2**64
 LAST = 16
 """Number of tokens at the end of a prompt among which the mark that opens the reasoning is looked for."""
 
 
 def _check_start(site: Site, text: str, param: str) -> None:
-    """Refuse a long text whose start alone exceeds the context, because encoding all of it could take most of a second.
-
-    At the end of the start, a token may be cut into several; SLACK allows for it.
-    """
+    """Refuse a long text whose start alone exceeds the context: encoding all of it could take most of a second."""
     start = text[: START * site.context]
     if len(start) < len(text) and len(tokenizer_of(site).encode(start, add_special=False)) > site.context + SLACK:
         raise Refusal(400, f"{param} has over {site.context:,} tokens, but may have no more: shorten it", param=param)
@@ -152,11 +149,7 @@ def requests_of(
     guide: Callable[[], Guide] | None = None,
     tenant: str = "",
 ) -> list[Generate]:
-    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ..., s + n - 1.
-
-    s is the body's seed or, if the body has none, a random number. Refuse a wrong sampling parameter, and a prompt that
-    leaves no room for an answer.
-    """
+    """Return one engine request per choice: `n` per prompt, with the seeds s, s + 1, ..., s + n - 1."""
     usual = site.model.generation_config.sampling().get("temperature", 1.0)
     try:
         sampling = site.model.sampling(**{"temperature": usual} | body.sampling())

@@ -121,10 +121,7 @@ class Allowance:
 
 
 class Following:
-    """Guide (`requests.Guide`) that allows only the tokens with which an answer still follows the grammar.
-
-    `first` says for each token id whether the answer may begin with it. A request's answers share one `allowance`.
-    """
+    """Guide of one answer. `first` says with which tokens it may begin; a request's answers share one `allowance`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, first: Bool[np.ndarray, "V"], allowance: Allowance, name: str):
         self._matcher, self._first, self._allowance, self._name = matcher, first, allowance, name

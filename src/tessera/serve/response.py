@@ -107,10 +107,7 @@ async def all_ends(queue: asyncio.Queue, count: int) -> None:
 async def stream(
     reply: Reply, answers: Sequence[ChoiceState], queue: asyncio.Queue, options: StreamOptions
 ) -> AsyncIterator[str]:
-    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream.
-
-    `queue` holds pairs (choice, event of the engine).
-    """
+    """Yield the server-sent events of a queue of (choice, event) until all choices have ended, or one has failed."""
     left, begun = len(answers), False
     continuous = options.include_usage and options.continuous_usage_stats
 

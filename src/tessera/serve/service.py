@@ -51,8 +51,6 @@ class Service:
 
     Attributes:
         room: maximum number of open requests (waiting or running).
-        ready: whether the warm-up is complete.
-        draining: whether new requests are refused.
         ended: whether `stop` has ended the thread; False if a bug has ended it.
         error: the error that ended the warm-up.
 

@@ -105,7 +105,6 @@ def pinned(model: Model, files: Sequence[Path], context: int, unit: int) -> list
     """Read the files of `--pin`, whose keys are to stay in the cache, and return the token ids of each.
 
     A .json file holds the body of a chat completion: "messages" and perhaps "tools". Any other file holds plain text.
-    `unit` is the number of tokens whose keys are kept together.
     """
     found = []
     for file in files:
@@ -146,11 +145,7 @@ def start(
     pins: Sequence[Sequence[int]] = (),
     tenants: Sequence[str] = ("",),
 ) -> Service:
-    """Start a service, which refuses requests until it has compiled its programs.
-
-    `queue` is the maximum number of requests that wait for a slot; `pins` are token ids of prefixes whose keys stay in
-    the cache, for every tenant.
-    """
+    """Start a service, which refuses requests until it has compiled its programs and pinned the prefixes `pins`."""
     paging = paging_for(model, slots=slots, context=context) if paging is None else paging
     kept = sum(len(tokens) // paging.unit for tokens in pins) * (paging.unit // paging.page) * len(tenants)
     most = paging.num_pages - 1 - round_up(context, paging.unit) // paging.page

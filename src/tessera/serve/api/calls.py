@@ -25,11 +25,10 @@ LONGEST = max(map(len, BY_MARK))
 
 
 def split(text: str, tools: Tools, *, start: bool = True) -> tuple[str, list[dict[str, Any]]]:
-    """Split an answer, or the rest of it, into text and tool calls; return the calls as OpenAI's API writes them.
+    """Split an answer, or the rest of it, into text and calls in OpenAI's form; `start` allows a call without a mark.
 
     A call that is incomplete, has no name, has arguments that are not JSON, or has none although its tool requires some
-    stays text: a tool must not run with other arguments than the model meant. With `start`, the text may begin with a
-    call without a mark.
+    stays text: a tool must not run with other arguments than the model meant.
     """
     plain, calls, at, shown, tries = "", [], 0, 0, 0
     while tries < MOST_TRIES and (place := _next(text, at, start)):

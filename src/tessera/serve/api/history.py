@@ -20,8 +20,7 @@ To call one, answer with {open}{{"name": NAME, "arguments": ARGUMENTS}}{close} a
 def fitted(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
     """Return the messages with calls, results, ids and null content as a template with these traits takes them.
 
-    A message is split if the template would lose its calls beside text, or takes one call per message. Results get the
-    name of their function, and the id of their call if they have none.
+    Results get the name of their function, and the id of their call if they have none.
     """
     found: list[dict[str, Any]] = []
     waiting: list[Message] = []  # calls whose results have not come yet
@@ -98,10 +97,7 @@ def _call(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
 
 
 def parsed(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object; none, null and an empty text are an empty one.
-
-    Raise ValueError if they are not JSON, or no object.
-    """
+    """Return the arguments of a call as an object; none, null and an empty text are an empty one."""
     found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
     if found and not isinstance(found, dict) or found in (False, 0):
         raise ValueError("not an object")

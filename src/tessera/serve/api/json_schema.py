@@ -63,10 +63,7 @@ TYPES = {
 
 
 def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that means the same, in the keywords that llguidance knows.
-
-    Raise ValueError if llguidance would not follow it to the letter, or if it allows too many lists of distinct values.
-    """
+    """Return a schema that means the same, in the keywords that llguidance knows; raise ValueError if there is none."""
     check(schema)
     found = deepcopy(dict(schema))
     parts = list(subschemas(found))

@@ -26,10 +26,7 @@ def encode(
 def conversation(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the variables `messages` and, if the chat template describes tools, `tools` of a chat template.
-
-    Messages are as `messages.Message.plain` returns them, with calls, results and tools in OpenAI's form.
-    """
+    """Return the variables `messages` and, if the chat template describes tools, `tools` of a chat template."""
     used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if not used and messages[0]["role"] != "system":
         return {"messages": [{**message, "content": message["content"] or ""} for message in messages]}
@@ -44,10 +41,7 @@ def conversation(
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """Return the JSON schema of a call of the tool `name`, or of any with None.
-
-    Raise ValueError if the parameters of a tool are not an object.
-    """
+    """Return the JSON schema of a call of the tool `name`, or of any with None."""
     wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if len(wanted) == 1:
         return _call_of(wanted[0], "#")

@@ -20,10 +20,7 @@ NAME = 80
 
 
 def parse[Body: Schema](schema: type[Body], raw: bytes, context: int | None = None) -> Body:
-    """Parse a request's body, for requests of at most `context` tokens; None accepts prompts of any length.
-
-    Raise Refusal if the body is too large or wrong. The message names a wrong field, its value and what it must be.
-    """
+    """Parse a request's body, for requests of at most `context` tokens; None accepts prompts of any length."""
     if raw.count(b",") > (limit := max(MAX_VALUES, 2 * (context or 0))):
         raise Refusal(413, f"the body has over {limit:,} commas: send fewer prompts, or text instead of token ids")
     if raw.count(b"[") + raw.count(b"{") > MAX_VALUES or _most_fields(raw) > MAX_FIELDS:

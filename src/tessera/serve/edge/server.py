@@ -112,10 +112,7 @@ class Deadlines(H11Protocol):
             longest._cut()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received bytes: `PIECE` at a time or, in a body with Content-Length, all at once.
-
-        Other connections get their turn after each piece. What follows a whole request waits for the answer.
-        """
+        """Parse a piece at a time, so that others get their turn. What follows a whole request waits for its answer."""
         waiting = bool(self._rest)
         self._rest += data
         if waiting and (not self._answering() or len(self._rest) > AHEAD):

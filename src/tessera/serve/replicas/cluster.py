@@ -66,10 +66,7 @@ class Actor:
         """Do nothing. A call that returns shows that this process and the front accept each other's token."""
 
     def start(self, build: Callable[[Sequence[str]], Site], keys: Sequence[str], own: str, host: str) -> str:
-        """Load a model, serve it from a thread on a free port, and return the server's URL.
-
-        `own` is the front's key. `host` "" means this machine's address in the cluster.
-        """
+        """Load a model and serve it from a thread on a free port; `own` is the front's key, `host` "" this machine."""
         import ray
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -238,10 +235,7 @@ def join() -> str:
 
 
 def places(nodes: Sequence[Mapping[str, Any]], count: int, chips: int) -> dict[str, Any]:
-    """Return the Ray options that give a replica its chips, all in one of `ray.nodes()`; {} if none has an accelerator.
-
-    Raise ValueError if they have too few chips.
-    """
+    """Return the Ray options that give a replica its chips, all in one of `ray.nodes()`; {} if none has any."""
     present = [node["Resources"] for node in nodes if node["Alive"]]
     kind = next((kind for kind in CHIPS if any(resources.get(kind) for resources in present)), None)
     if kind is None:
@@ -286,10 +280,7 @@ def run(
 
     SIGHUP restarts the replicas, one after another.
 
-    Args:
-        margin: number of open requests by which a request's preferred replica may exceed another.
-        context: maximum tokens of one request; None if only the replicas know it.
-        origins: origins of other machines' pages that may use the server (see `cors.origins`).
+    `margin` is that of `routing.choose`; `context` is the maximum tokens of a request, None if only replicas know it.
     """
 
     async def serve() -> None:

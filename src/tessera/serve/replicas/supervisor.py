@@ -43,11 +43,7 @@ class Launcher(Protocol):
     key: str
 
     async def start(self, index: int) -> str:
-        """Start replica `index`, load its model and return its server's URL.
-
-        Raise Lost if the process ended before its server ran, Ended if no process can be started any more, and any
-        other error if the model cannot be served.
-        """
+        """Start replica `index` and return its server's URL. Errors but Lost and Ended say why no model is served."""
 
     async def stop(self, index: int, *, lost: bool) -> None:
         """End the process of replica `index`, if it has one. If it is not `lost`, let it write its pages first."""
@@ -258,10 +254,7 @@ class Replicas(Counting):
             raise Lost(f"no answer to {MISSES} health checks" if status is None else f"its /health answers {status}")
 
     async def _status(self, replica: Replica, path: str) -> int | None:
-        """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails.
-
-        While this machine cannot open a connection, try again.
-        """
+        """GET a path and return the answer's status, or None after a timeout; raise Lost if the connection fails."""
         while True:
             try:
                 return (await self.client.get(replica.url + path, timeout=ANSWER_S)).status_code
