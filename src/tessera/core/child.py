@@ -33,14 +33,9 @@ class Ended(RuntimeError):
 class Worker:
     """Worker process that reads JSON requests and writes JSON replies, one per line. Bytes may follow a request.
 
-    The process starts when the first request is sent. If it has ended, the next request starts it again.
-
-    Args:
-        command: command line that starts the process.
-        environment: the process's whole environment; None inherits this process's.
-        niceness: added to this process's niceness.
-        ready_s: maximum seconds until the worker writes a line to say that it is ready; None if it writes no such line.
-        exit_s: maximum seconds until the worker exits after its input ends; `close` then kills it.
+    The process starts when the first request is sent. If it has ended, the next request starts it again. It must write
+    a line within `ready_s` seconds to say that it is ready (None: it writes no such line), and exit within `exit_s`
+    seconds after its input ends, or `close` kills it.
     """
 
     def __init__(

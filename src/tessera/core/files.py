@@ -298,11 +298,6 @@ def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: 
     outdated(name) is true. An error leaves the old folder unchanged. A kill leaves the old folder or the new one. A
     kill between the two final renames leaves both complete under hidden names; `finish_swap`, which every load and save
     of a model calls, then puts the new folder in place.
-
-    Raises:
-        ValueError: the path is a file, or it is a folder that must not be renamed: a mount point, the working folder or
-            one of its parents.
-        OSError: another process is saving to the folder.
     """
     folder = folder.resolve()
     _check_renamable(folder)

@@ -31,9 +31,8 @@ def prepare_simulator() -> None:
 def compiles_without_chip() -> bool:
     """Return whether a JAX plug-in for TPUs or NVIDIA GPUs is installed but this host has no accelerator.
 
-    The extra "deviceless" installs such plug-ins. The caller should then choose the CPU. JAX would otherwise load the
-    plug-ins, which print many warnings, and use the CPU anyway. An NVIDIA GPU appears as /dev/nvidia0, or as /dev/dxg
-    under WSL.
+    The caller should then choose the CPU: JAX would otherwise load the plug-ins, which print many warnings, and use the
+    CPU anyway. An NVIDIA GPU appears as /dev/nvidia0, or as /dev/dxg under WSL.
     """
     patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
     if any(file for pattern in patterns for file in Path("/dev").glob(pattern)) or find_spec("jax_rocm7_plugin"):
@@ -43,35 +42,24 @@ def compiles_without_chip() -> bool:
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator's nominal limits.
+    """One accelerator's nominal limits; rates and main memory are those of the whole chip.
 
-    Attributes:
-        name: short name, as in "v6e".
-        device_kinds: values of `jax.Device.device_kind` for this chip, in lower case.
-        bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
-        bytes_per_s: main memory bandwidth of the whole chip.
-        memory_bytes: main memory of the whole chip.
-        cores: number of TensorCores or streaming multiprocessors.
-        on_chip_bytes: scratch memory of one core (VMEM or shared memory).
-        capability: compute capability, as in "9.0"; None for a chip that is not a GPU.
-        devices: JAX devices per chip.
-        clock_hz: cycles per second of a TensorCore; None for a GPU. Derived as peak flops per second / (cores x
-            matrix units x side^2 x rows per cycle x 2). Chips up to v5p have 4 units of side 128 that take one row per
-            cycle, later ones 2 units of side 256 that take two. The peak is Google's, except for v7x, where it is the
-            compiler's (996 TFLOP/s per core in `cost_analysis` of a large product, so 1.9 GHz; Google's peak would give
-            2.2 GHz). `lab/studies/validation.py` checks the clocks against measured times.
+    `clock_hz` is derived as peak flops per second / (cores x matrix units x side^2 x rows per cycle x 2). Chips up to
+    v5p have 4 units of side 128 that take one row per cycle, later ones 2 units of side 256 that take two. The peak is
+    Google's, except for v7x, where it is the compiler's (996 TFLOP/s per core in `cost_analysis` of a large product, so
+    1.9 GHz; Google's peak would give 2.2 GHz). `lab/studies/validation.py` checks the clocks against measured times.
     """
 
     name: str
-    device_kinds: tuple[str, ...]
-    bf16_flops_per_s: float
-    bytes_per_s: float
+    device_kinds: tuple[str, ...]  # values of `jax.Device.device_kind`, in lower case
+    bf16_flops_per_s: float  # dense matrix rate
+    bytes_per_s: float  # main memory bandwidth
     memory_bytes: float
-    cores: int
-    on_chip_bytes: int
-    capability: str | None = None
-    devices: int = 1
-    clock_hz: float | None = None
+    cores: int  # TensorCores or streaming multiprocessors
+    on_chip_bytes: int  # scratch memory of one core (VMEM or shared memory)
+    capability: str | None = None  # compute capability of a GPU
+    devices: int = 1  # JAX devices per chip
+    clock_hz: float | None = None  # of a TensorCore
 
 
 _MIB = 1 << 20
@@ -159,8 +147,7 @@ def gpu_capability() -> str | None:
 def cpu_model(info: str) -> str:
     """Extract the processor's name from the text of /proc/cpuinfo; return "" if the text has none.
 
-    A virtual machine may hide the model number ("AMD EPYC"). In that case, the name ends in the CPU's family and model,
-    which identify its generation.
+    If a virtual machine hides the model number ("AMD EPYC"), the CPU's family and model identify its generation.
     """
     pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor wins
     fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}

@@ -117,11 +117,7 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
-    """Return an array's PartitionSpec from its logical axes.
-
-    If `rules` assigns one mesh axis to several of these axes, the mesh axis splits only the one that is first in
-    `rules`.
-    """
+    """Return an array's PartitionSpec; a mesh axis splits only the first in `rules` of the axes assigned to it."""
     chosen: dict[Any, str] = {}
     for axis, over in rules.items():
         if axis in axes:
@@ -213,10 +209,10 @@ def keep(tree: Any, *axes: str | None) -> Any:
 
 
 def put(x: np.ndarray, mesh: Mesh | None, *axes: str | None) -> np.ndarray | jax.Array:
-    """Put a host array on a mesh, split as `keep` would split it; without a mesh, return it unchanged.
+    """Put a host array, the same in every process, on a mesh, split as `keep` would split it.
 
     A program compiles once for a host array and again for an array on the mesh. A loop that passes a program's result
-    back to the program therefore calls `put` on the first input. Every process must hold the same values.
+    back to the program therefore calls `put` on the first input.
     """
     if mesh is None:
         return x

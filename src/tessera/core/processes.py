@@ -183,7 +183,8 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
         with suppress(OSError):
             peer.sendall(verdict)
     if errors:
-        _close(peers)
+        for peer in peers.values():
+            peer.close()
         raise ValueError(errors[0])
     return peers
 
@@ -223,13 +224,7 @@ def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: floa
     return {0: peer}
 
 
-def _close(peers: Mapping[int, socket.socket]) -> None:
-    for peer in peers.values():
-        peer.close()
-
-
 def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peers: Mapping[int, object]) -> list[str]:
-    """Return an error message for each difference between a process's greeting and the arguments of process 0."""
     index, count = greeting["process"], greeting["processes"]
     if count != place.count:
         return [
@@ -247,7 +242,6 @@ def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peer
 
 
 def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
-    """Accept a connection; None if none comes before the deadline."""
     if (left := deadline - time.monotonic()) <= 0:
         return None
     listener.settimeout(left)

@@ -8,8 +8,7 @@ E is the number of outputs of the matrix, D the number of its inputs, and G = D 
 
 Values in groups are stored as [G,g,E], because XLA on TPU then fuses their conversion to float into one matrix product
 that is batched over the groups. Four-bit values are `jnp.int4` (or `jnp.uint4`) except on CPU, where XLA unpacks these
-types one value at a time. On CPU, a byte holds two values: one from the first half of a row (or group) in its low four
-bits, and one from the second half in its high four bits.
+types one value at a time; there, `pack` puts two values into a byte.
 """
 
 from collections.abc import Mapping
@@ -32,17 +31,11 @@ SAMPLE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Form in which a matrix is stored.
+    """Form in which a matrix is stored."""
 
-    Attributes:
-        kind: "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa).
-        group: number of inputs that share a scale; 0 for one scale per output channel.
-        rounds_rows: whether products with many rows round the activations to int8, too (w8a8).
-    """
-
-    kind: str
-    group: int = 0
-    rounds_rows: bool = False
+    kind: str  # "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa)
+    group: int = 0  # number of inputs that share a scale; 0 for one scale per output channel
+    rounds_rows: bool = False  # whether products with many rows round the activations to int8, too (w8a8)
 
     @property
     def bits(self) -> int:
@@ -91,11 +84,10 @@ BLOCK_VALUES = 1 << 18
 class Quantised:
     """A quantised matrix [E,D], which replaces a float array in a model's weights.
 
-    If the matrices of all layers are stacked, each array has a leading axis L.
+    If the matrices of all layers are stacked, each array has a leading axis L. `kind`, `group` and `rounds_rows` are as
+    in `Form`.
 
     Attributes:
-        group: number of inputs that share a scale; 0 for one scale per output channel.
-        rounds_rows: whether products with many rows round the activations to int8, too (w8a8).
         stretches: number of equal runs into which the inputs of a packed row are divided, one per device that shares
             the inputs. Each run packs its first half with its second half, so that a device unpacks only its own run.
         shared: number of devices among which the inputs are divided. Each device scales its partial product before the
@@ -107,7 +99,7 @@ class Quantised:
     scale: Array  # float32 [E], or float16 [G,E] with G groups
     zero: Array | None = None  # float16 [G,E], added to each value of the group; None for symmetric forms
     sample: Array  # bfloat16 [64], evenly spaced elements of the original weight, which identify it
-    kind: str = field(metadata={"static": True})  # "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8"
+    kind: str = field(metadata={"static": True})
     group: int = field(default=0, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
     stretches: int = field(default=1, metadata={"static": True})
@@ -121,7 +113,7 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix that this object replaces; with stacked layers, it has the leading axis L."""
+        """Shape of the matrix that this object replaces, with the leading axis L of stacked layers."""
         twice = 2 if self.packed else 1
         if not self.group:
             return (*self.values.shape[:-1], twice * self.values.shape[-1])
@@ -142,7 +134,7 @@ class Quantised:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Return whether `leaf` is a `Quantised`. Passed as `is_leaf`, this makes jax.tree.map treat each as one leaf."""
+    """Return whether `leaf` is a `Quantised`; as `is_leaf`, this makes jax.tree.map treat each as one leaf."""
     return isinstance(leaf, Quantised)
 
 
@@ -167,14 +159,7 @@ def check_name(name: str | None) -> None:
 
 
 def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -> None:
-    """Raise ValueError unless the form can store a matrix of this shape.
-
-    Args:
-        name: the matrix's name, for the error.
-        shape: [E,D].
-        form: the form to store the matrix in.
-        parts: number of devices among which the inputs D are divided.
-    """
+    """Raise ValueError unless the form can store a matrix [E,D] whose inputs D are divided among `parts` devices."""
     width = shape[-1] // parts
     has = f"{name} has {width}" + (f" on each of {parts} devices" if parts > 1 else "")
     if form.group and width % form.group:
@@ -188,10 +173,7 @@ def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -
 
 
 def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the arrays of a quantised matrix [outputs,inputs], by their names in `Quantised`.
-
-    With `packed`, two four-bit values share a byte, as they do on CPU.
-    """
+    """Return the shapes and dtypes of the arrays of a quantised matrix, by their names in `Quantised`."""
     width, dtype = form.group or inputs, DTYPES[form.kind]
     if packed and form.bits == 4:
         width, dtype = width // 2, np.dtype(np.int8)
@@ -211,12 +193,11 @@ def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
 
 
 def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
-    """Round M float32 rows [M,D] to values [M,n,g] and scales [M,n].
+    """Round M float32 rows [M,D] to values [M,n,g] and scales [M,n], for n groups of g inputs (without, n = 1, g = D).
 
-    n is the number of groups of g inputs in a row; without groups, n = 1 and g = D. scale = max |w| / LARGEST per row
-    or group, values = round(w / scale). A group's scale is rounded to float16 before its values are divided by it.
-    Scales that clip the largest values to reduce the squared error made int4 without groups worse on a real model
-    (LOG.md).
+    scale = max |w| / LARGEST per row or group, values = round(w / scale). A group's scale is rounded to float16 before
+    its values are divided by it. Scales that clip the largest values to reduce the squared error made int4 without
+    groups worse on a real model (LOG.md).
     """
     count, inputs = rows.shape
     width, largest = form.group or inputs, np.float32(LARGEST[form.kind])
@@ -243,10 +224,7 @@ def pack(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
-    """Return the two halves that `pack` put into the low and the high four bits, as int8.
-
-    `signed` says whether the values are from -8 to 7 or from 0 to 15.
-    """
+    """Return, as int8, the two halves that `pack` put into a byte, from -8 to 7 if `signed`, else from 0 to 15."""
     four = np.int8(4)
     high = jax.lax.shift_right_arithmetic(packed, four)
     if not signed:

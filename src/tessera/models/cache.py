@@ -4,8 +4,8 @@ block of memory.
 An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. If
 several positions shared a scale, a new position could change the scale, and then all their stored integers.
 
-A paged cache has one pool of P pages, [P,K,page,H], for the keys of each layer and one for its values, where `page` is
-the number of positions per page. All layers share one page table; `models.pages` hands out the pages.
+A paged cache has a pool of P pages, [P,K,page,H], for each layer's keys and one for its values, of `page` positions
+each. All layers share one page table; `models.pages` hands out the pages.
 """
 
 from collections.abc import Iterable
@@ -168,9 +168,8 @@ def append_pages(
     """Write T new keys and values per sequence into the sequence's pages, from position q_start on.
 
     They are written in runs of gcd(T, page) positions, and q_start must be a multiple of that length. The new keys and
-    values from index q_len on are padding. A run that holds only padding is written to the null page (`pages.NULL`), so
-    the pages of a sequence with q_len = 0 do not change. Padding in other runs is written to positions that hold no
-    token yet.
+    values from index q_len on are padding. A run that holds only padding is written to the null page (`pages.NULL`);
+    padding in other runs goes to positions that hold no token yet.
     """
     k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
     num_rows, page = k.shape[1], cache.page

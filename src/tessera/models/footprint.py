@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tessera.core.mesh import ONE_DEVICE, MeshShape, check, parse
 from tessera.core.quant import NAMES, STORED, STORED_GROUP, Form, matrix_bytes
@@ -33,31 +34,20 @@ PROGRAM_BYTES = 16 << 20
 """Bytes assumed for one step's compiled code. The compiler reports 2 to 4 MiB for decode, up to 14 MiB for prefill."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Number:
-    """Number type of stored weights or cache entries.
+class Number(NamedTuple):
+    """Bytes of an element and, in a cache, of the scale of each key and of each value of a KV head."""
 
-    Attributes:
-        bits: bits per element.
-        scale_bytes: bytes of one scale. In a cache, each key and each value of a KV head has one scale.
-    """
-
-    bits: int
-    scale_bytes: int = 0
-
-    def size(self, elements: int, scales: int) -> int:
-        return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
+    element: int
+    scale: int = 0
 
 
-FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bfloat16": Number(bits=16)})
+FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(4), "bfloat16": Number(2)})
 """Number types of arrays that are not quantised."""
 
 WEIGHT_TYPES = (*FLOATS, *NAMES)
 """Names of the types that matrices can have: floats, and the forms of `core/quant.py`."""
 
-CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
-    {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
-)
+CACHE_TYPES: Mapping[str, Number] = MappingProxyType({**FLOATS, "int8": Number(1, 2)})
 """Number types of keys and values."""
 
 
@@ -72,28 +62,17 @@ def divide(config: ModelConfig, devices: int) -> MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes on one device, by part.
+    """Bytes on one device, by part."""
 
-    Attributes:
-        attention, mlp: the attention and the MLP matrices of all layers.
-        vocabulary: embedding, and the output head if it is not tied.
-        vectors: norms and biases.
-        cache: keys and values of all sequences and layers, with scales.
-        copies: temporary copies of the cache while a program runs.
-        activations: activations of one step, which is a prefill chunk or one decoded token per sequence.
-        logits: float32 logits of each sequence's last token; on a mesh, both the device's part and the gathered whole.
-        program: compiled code.
-    """
-
-    attention: int = 0
+    attention: int = 0  # matrices of all layers, as in `mlp`
     mlp: int = 0
-    vocabulary: int = 0
-    vectors: int = 0
-    cache: int = 0
-    copies: int = 0
-    activations: int = 0
-    logits: int = 0
-    program: int = PROGRAM_BYTES
+    vocabulary: int = 0  # embedding, and the output head if it is not tied
+    vectors: int = 0  # norms and biases
+    cache: int = 0  # keys and values of all sequences and layers, with scales
+    copies: int = 0  # temporary copies of the cache while a program runs
+    activations: int = 0  # of one step: a prefill chunk, or one decoded token per sequence
+    logits: int = 0  # float32, of each sequence's last token; on a mesh, the device's part and the gathered whole
+    program: int = PROGRAM_BYTES  # compiled code
 
     @property
     def weights(self) -> int:
@@ -133,7 +112,7 @@ class Types:
 
     @property
     def itemsize(self) -> int:
-        return FLOATS[self.dtype].bits // 8
+        return FLOATS[self.dtype].element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +183,8 @@ def cache_bytes(
     config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: MeshShape = ONE_DEVICE
 ) -> int:
     scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
-    scales //= division.heads
-    return CACHE_TYPES[types.cache].size(scales * config.head_dim, scales)
+    stored = CACHE_TYPES[types.cache]
+    return scales // division.heads * (config.head_dim * stored.element + stored.scale)
 
 
 def activation_bytes(
@@ -244,4 +223,4 @@ def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Mes
     if form is not None:
         return matrix_bytes(*shape, form)
     name = types.weights if types.weights in FLOATS and weight.is_matrix and weight not in OUTER else types.dtype
-    return prod(shape) * FLOATS[name].bits // 8
+    return prod(shape) * FLOATS[name].element

@@ -2,13 +2,11 @@
 
     out[m,e] = sum_d x[m,d] W[e,d],   W[e,d] = values[d,e] * scale[d // g, e] + zero[d // g, e]
 
-Here x is [M,D], W is [E,D], and the D inputs form G groups of g inputs. `values` are stored as [G,g,E], with
-d = group * g + place in the group.
+Here x is [M,D], W is [E,D], and `values` are stored as [G,g,E], in G groups of g inputs.
 
-XLA multiplies group by group and adds a float32 [M,E] per group. For a few rows, these additions cost nothing, because
-reading the weights takes longer; for many rows, they take longer than the product. This kernel turns a few groups of W
-at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the previous groups. W is rounded to
-bfloat16 once, as the weights of a bfloat16 checkpoint are.
+XLA multiplies group by group and adds a float32 [M,E] per group, which for many rows takes longer than the product.
+This kernel turns a few groups of W at a time into bfloat16 in VMEM, while the matrix unit multiplies the rows by the
+previous groups. W is rounded to bfloat16 once, as the weights of a bfloat16 checkpoint are.
 
 Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes if they have 4 bits) and the
 float32 scales.

@@ -26,12 +26,7 @@ class OutOfPages(MemoryError):
 
 
 class Pages:
-    """Free list and reference counts of a pool.
-
-    Args:
-        size: number of pages in the pool, the null page included.
-        page: number of positions per page.
-    """
+    """Free list and reference counts of a pool of `size` pages, the null page included, of `page` positions each."""
 
     def __init__(self, size: int, page: int):
         if size < 2 or page < 1:

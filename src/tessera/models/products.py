@@ -1,14 +1,10 @@
 """Products of activations with quantised weights, per platform, and lookups in a quantised embedding.
 
 On TPU and GPU, XLA fuses the conversion of the values into the product, so that a product reads only the quantised
-bytes. On CPU, XLA does not fuse the conversion, so integer matrices without groups are multiplied as int8 by int8. Each
-row x of activations becomes two rows of int8 digits, h and l:
+bytes. On CPU, XLA does not, so integer matrices without groups are multiplied as int8 by int8, exact in int32 and
+several times faster than in floats (LOG.md). Each row x of activations becomes two rows of int8 digits, h and l:
 
     x ~ a (h + l / 254),  a = max |x| / 127,  |error| <= a / 508
-
-The product is then two int8 products per row, exact in int32. In decode this is several times faster than multiplying
-converted values and summing, and in prefill several times faster than a float product (LOG.md). x is rounded to
-multiples of a / 254, 254 times finer than with h alone.
 """
 
 import math

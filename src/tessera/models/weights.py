@@ -21,24 +21,14 @@ from tessera.models.layers import Layer, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight of a decoder, as an entry of this table.
+    """One weight of a decoder, as an entry of this table."""
 
-    Attributes:
-        name: field of Layer, or of Params.
-        stored: Hugging Face's name; for a layer's weight, the part after "model.layers.N.".
-        gguf: llama.cpp's name; for a layer's weight, the part after "blk.N.".
-        axes: names of the logical axes, [out, in] for a matrix. `sizes` gives their sizes, and a mesh splits some.
-        needs: ModelConfig flag that enables the weight; None if the weight always exists.
-        residual: whether the matrix's product is added to the residual stream; its initial values are then multiplied
-            by (2 L) ** -0.5.
-    """
-
-    name: str
-    stored: str
-    gguf: str
-    axes: tuple[str, ...]
-    needs: str | None = None
-    residual: bool = False
+    name: str  # field of Layer, or of Params
+    stored: str  # Hugging Face's name; for a layer's weight, the part after "model.layers.N."
+    gguf: str  # llama.cpp's name; for a layer's weight, the part after "blk.N."
+    axes: tuple[str, ...]  # logical axes, [out, in] for a matrix; `sizes` gives their sizes, and a mesh splits some
+    needs: str | None = None  # ModelConfig flag that enables the weight, unless it always exists
+    residual: bool = False  # whether the matrix's product is added to the residual stream; see `init_params`
 
     @property
     def is_matrix(self) -> bool:

@@ -246,7 +246,7 @@ def _prefill(q: Question, on: Chip, division: MeshShape, types: Types, policy: K
 def _decode(q: Question, on: Chip, division: MeshShape, types: Types, policy: Kascade | None) -> dict[str, float]:
     config, peak = q.config, on.bf16_flops_per_s / on.devices
     keys, stored = reading(config, policy, q.length), CACHE_TYPES[types.cache]
-    per_key = config.num_kv_heads * (config.head_dim * stored.bits / 8 + stored.scale_bytes) / division.devices
+    per_key = config.num_kv_heads * (config.head_dim * stored.element + stored.scale) / division.devices
     moved = q.batch * per_key * (2 * (keys.dense + keys.score + keys.sparse) + keys.own)
     matrices = layer_parameters(config) + config.vocab_size * config.hidden_size
     return {

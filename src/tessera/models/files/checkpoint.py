@@ -59,8 +59,6 @@ def load_params(
     """Load a model's weights, whose dtype is float32 or bfloat16, by default that of the model's config.
 
     Args:
-        source: the model's files.
-        dtype: dtype of the weights in memory.
         stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
         mesh: devices among which the weights are divided; each process reads only what its devices hold.

@@ -32,6 +32,8 @@ BARRED = frozenset(name for name in NAMES if "|" in name or "｜" in name)
 CONTROL, USER_DEFINED = 3, 4
 """Values in `tokenizer.ggml.token_type` of tokens that are not pieces of text."""
 ITS_NAME = "its name"
+MORE = "tokenizer.ggml.eos_token_ids"
+"""Key of a list of ids that Ollama's converter writes."""
 
 
 class End(NamedTuple):
@@ -96,7 +98,8 @@ def gguf_ends(file: GgufFile) -> tuple[End, ...]:
     for role in ("eos", "eot", "eom"):
         if (index := file_token(file, role)) is not None:
             named[token_key(role)] = (index,)
-    named["tokenizer.ggml.eos_token_ids"] = _more_ends(file)
+    more = meta.get(MORE)
+    named[MORE] = [i for i in (more.tolist() if isinstance(more, np.ndarray) else ()) if _has_row(file, MORE, i)]
     special = {}
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
         special = {tokens[index]: int(index) for index in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED)))}
@@ -141,13 +144,6 @@ def ignored_ids(file: GgufFile) -> list[str]:
     """List, as key=value, the ids of special tokens of a GGUF file that have no embedding, except for padding."""
     given = {token_key(role): file.metadata.get(token_key(role)) for role in ("bos", "eos", "eot", "eom", "unknown")}
     return [f"{key}={value}" for key, value in given.items() if value is not None and not _has_row(file, key, value)]
-
-
-def _more_ends(file: GgufFile) -> list[int]:
-    """Return the ids under a key that Ollama's converter writes."""
-    values = file.metadata.get(key := "tokenizer.ggml.eos_token_ids")
-    listed = values.tolist() if isinstance(values, np.ndarray) else ()
-    return [value for value in listed if _has_row(file, key, value)]
 
 
 def _has_row(file: GgufFile, key: str, value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
 No config key that may change the model is silently ignored: each is read, is known to be harmless, holds a value that
-switches its feature off, or is refused by name (`unread`). Of the others, `unread_keys` lists those that are unknown.
+switches its feature off, or is refused by name (`unread`).
 
 If the decoder of a new family differs only in existing switches of ModelConfig, an entry in FAMILIES and a case in
 `tests/golden/make.py` suffice; to read the family's GGUF files, also add an entry to `gguf_model.ARCHITECTURES`.
@@ -22,22 +22,13 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type` of Hugging Face.
+    """One `model_type` of Hugging Face."""
 
-    Attributes:
-        architecture: the class name in the config's `architectures`.
-        max_positions: default of `max_position_embeddings`.
-        keys: keys that only some families' configs have, and that this family's `switches` reads.
-        switches: function that takes the contents of config.json and returns the ModelConfig fields that set this
-            family apart.
-        head_dim: default of `head_dim`; None means hidden_size / num_attention_heads.
-    """
-
-    architecture: str
-    max_positions: int
-    keys: tuple[str, ...]
-    switches: Callable[[Raw], dict[str, Any]]
-    head_dim: int | None = None
+    architecture: str  # the class name in the config's `architectures`
+    max_positions: int  # default of `max_position_embeddings`
+    keys: tuple[str, ...]  # keys that only some families' configs have, and that `switches` reads
+    switches: Callable[[Raw], dict[str, Any]]  # from config.json, the ModelConfig fields that distinguish this family
+    head_dim: int | None = None  # default of `head_dim`, instead of hidden_size / num_attention_heads
 
 
 MAX_LAYERS = 1 << 16
@@ -260,8 +251,8 @@ def _rope_values(raw: Raw) -> Raw:
 def _context(raw: Raw, rope: Rope, max_positions: int) -> int:
     """Return the context in tokens, to which YaRN's and the linear scaling's `factor` count, as in vLLM.
 
-    For the linear scaling, this needs a key that tells whether max_position_embeddings is already extended: the
-    original context, or Vicuna's and LongChat's max_sequence_length.
+    For the linear scaling, the original context, or Vicuna's and LongChat's max_sequence_length, must say whether
+    max_position_embeddings is already extended.
     """
     keys = "factor x original_max_position_embeddings in the rope parameters of config.json"
     if rope.kind == "yarn":

@@ -37,22 +37,14 @@ PARTIAL = ".download-"
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """A model's file inside a wheel on PyPI.
+    """A model's file inside a wheel on PyPI."""
 
-    Attributes:
-        requirement: name and version of the distribution, as pip accepts them.
-        wheel_sha256: hash of the wheel.
-        member: path of the model's file in the wheel.
-        num_bytes, sha256: size and hash of that file.
-        words: short description of the model, with its licence.
-    """
-
-    requirement: str
+    requirement: str  # name and version of the distribution, as pip accepts them
     wheel_sha256: str
-    member: str
+    member: str  # path of the model's file in the wheel; its size and hash follow
     num_bytes: int
     sha256: str
-    words: str
+    words: str  # short description of the model, with its licence
 
 
 SOURCES: Mapping[str, Pinned] = MappingProxyType(

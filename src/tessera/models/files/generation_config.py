@@ -1,9 +1,8 @@
 """Read generation_config.json, which holds the sampling defaults of a checkpoint's authors.
 
-As in transformers, each setting is the default of the argument (or flag) of the same name. There are two differences:
-a sampling filter that the file does not set is off (transformers would keep the 50 best tokens), and settings that
-Tessera does not support are ignored and listed in `GenerationConfig.ignored`. `families.parse_config` reads
-`eos_token_id`.
+As in transformers, each setting is the default of the argument (or flag) of the same name, except that a sampling
+filter that the file does not set is off (transformers would keep the 50 best tokens), and settings that Tessera does
+not support are ignored and listed in `GenerationConfig.ignored`. `families.parse_config` reads `eos_token_id`.
 """
 
 from collections.abc import Mapping
@@ -57,12 +56,11 @@ another value."""
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Defaults of generation; None means that generation_config.json does not set the value.
+    """Defaults of arguments of `Model.generate`; None means that generation_config.json does not set the value.
 
     Attributes:
         do_sample: whether to sample at `temperature`, or at 1 if that is None. If False, decoding is greedy unless the
             caller gives a temperature.
-        temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens: see `Model.generate`.
         ignored: unsupported settings that would change the answer, with their values in the file.
     """
 

@@ -86,21 +86,13 @@ STORED_BYTES = 4 << 20
 
 
 class GgufTensor(NamedTuple):
-    """Location and layout of one tensor in a GGUF file.
-
-    Attributes:
-        path: the file.
-        layout: how values are stored.
-        shape: outermost dimension first, as in NumPy.
-        offset: position of the tensor's first byte in the file.
-        heads: number of heads whose rows llama.cpp interleaved; None if rows are in Hugging Face's order.
-    """
+    """Location and layout of one tensor in a GGUF file."""
 
     path: Path
     layout: Layout
-    shape: tuple[int, ...]
-    offset: int
-    heads: int | None = None
+    shape: tuple[int, ...]  # outermost dimension first, as in NumPy
+    offset: int  # position of the tensor's first byte in the file
+    heads: int | None = None  # number of heads whose rows llama.cpp interleaved; None for Hugging Face's order
 
     @property
     def num_bytes(self) -> int:

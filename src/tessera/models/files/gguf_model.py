@@ -1,8 +1,6 @@
 """Map a GGUF file's metadata to a ModelConfig, and its tensors to Hugging Face's names.
 
-No key of the architecture that may change the model is silently ignored: each is read, is known not to change the
-model, holds a value that switches its feature off, or is refused by name (`unread`). Of the others, `unread_keys` lists
-those that are unknown. Keys are interpreted as in llama.cpp.
+Keys are interpreted as in llama.cpp, and none that may change the model is silently ignored, as in `families`.
 """
 
 import math
@@ -27,18 +25,11 @@ dimensions."""
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Properties shared by the models with the same `general.architecture`.
+    """Properties shared by the models with the same `general.architecture`."""
 
-    Attributes:
-        family: key of `families.FAMILIES`.
-        interleaved: whether the two rows of q or k that rotate together are neighbours (rows 2 i and 2 i + 1 of a
-            head) instead of half a head apart (rows i and i + H / 2).
-        qk_norm: whether q and k are normalised.
-    """
-
-    family: str
-    interleaved: bool
-    qk_norm: bool = False
+    family: str  # key of `families.FAMILIES`
+    interleaved: bool  # whether the two rows of q or k that rotate together are neighbours (`gguf_file.order_of_rows`)
+    qk_norm: bool = False  # whether q and k are normalised
 
 
 ARCHITECTURES = {

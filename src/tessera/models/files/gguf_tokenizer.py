@@ -259,7 +259,7 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
-    """Add special and user-defined tokens to the backend, and make it put bos and eos around texts if the file says so.
+    """Add special and user-defined tokens to the backend, and bos and eos around texts if the file says so.
 
     Return the special tokens by role.
     """
@@ -272,12 +272,10 @@ def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool)
             added.append(AddedToken(token, normalized=False, special=special))
     backend.add_tokens(added)
     specials = {ROLES[role]: vocab.tokens[i] for role, i in vocab.special_ids.items() if i is not None}
-    around = []
-    for role, default in (("bos", add_bos), ("eos", False)):
+    around = {"bos": add_bos, "eos": False}
+    for role, default in around.items():
         wanted = vocab.typed(f"tokenizer.ggml.add_{role}_token", bool, default)
-        if wanted and (token := specials.get(ROLES[role])) is not None:
-            around.append((role, token))
-    if around:
-        before, after = ([token for role, token in around if role == which] for which in ("bos", "eos"))
-        backend.post_processor = surround(backend, before, after)
+        around[role] = [specials[ROLES[role]]] if wanted and ROLES[role] in specials else []
+    if any(around.values()):
+        backend.post_processor = surround(backend, around["bos"], around["eos"])
     return specials

@@ -1,12 +1,8 @@
 """Read a weight's file, in one pass, into the parts of the weight that this process's devices hold.
 
-The reader of a file format yields blocks of a tensor's rows, checked for NaN and infinity. Each block is rounded, if
-the weight is to be quantised, and copied to every part that it belongs to. A file is thus read and dequantised once,
-whatever the number of devices, and host memory holds the process's parts plus one block.
-
-A mesh splits a quantised matrix into the same parts as a float matrix. The scale of an output channel depends on all of
-the channel's inputs, so if devices share the inputs, each process reads whole rows and keeps its columns. The scale of
-a group depends only on the group's inputs.
+The reader of a file format yields blocks of a tensor's rows. Each block is rounded, if the weight is to be quantised,
+and copied to every part that it belongs to, so host memory holds the process's parts plus one block. The scale of an
+output channel depends on all of the channel's inputs: even if devices share the inputs, each process reads whole rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,19 +31,12 @@ Box = tuple[int, int, int, int]
 
 
 class Block(NamedTuple):
-    """M rows of a tensor.
-
-    Attributes:
-        where: row numbers, as a slice or an array.
-        values: [M,columns]; if the rows are quantised, [M,n,g] in n groups of g inputs (n = 1 without groups).
-        scale: [M,n], or None for floats.
-        zero: zero points [M,n], or None.
-    """
+    """M rows of a tensor."""
 
     where: Where
-    values: np.ndarray
-    scale: np.ndarray | None = None
-    zero: np.ndarray | None = None
+    values: np.ndarray  # [M,columns]; if the rows are quantised, [M,n,g] in n groups of g inputs (n = 1 without groups)
+    scale: np.ndarray | None = None  # [M,n], or None for floats
+    zero: np.ndarray | None = None  # zero points [M,n], or None
 
 
 class Sample:
@@ -58,10 +47,9 @@ class Sample:
         self.values, self.missing = np.full(SAMPLE, np.nan, np.float32), np.ones(SAMPLE, bool)
 
     def take(self, where: Where, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
-        """Take the sample's elements from a block, which holds the rows `where` and these columns of the matrix.
+        """Take the sample's elements from a block with the rows `where` and these columns of the matrix.
 
-        pick(rows, columns) returns the block's elements at these indices, which start at the block's first row and
-        column.
+        pick(rows, columns) returns the block's elements at these indices, counted from its first row and column.
         """
         numbers = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         wanted = np.isin(self.rows, numbers) & (self.columns >= columns.start) & (self.columns < columns.stop)

@@ -45,30 +45,18 @@ is not looked up on the hub."""
 class Source(ABC):
     """The files of one model. Each part is read and checked once, when it is first needed.
 
-    Attributes:
-        path: the folder or the GGUF file.
-        described: the file that holds the config.
-        config: the model's config; `eos_ids` holds the ids that the config files name.
-        tokenizer: the tokenizer, or None if the model has none.
-        ends: the tokens that end an answer.
-        generation: the authors' sampling defaults; empty for a GGUF file.
-        tensors: where each tensor is stored, by Hugging Face's name; all names and shapes match the config.
-        kinds: `Quantised.kind` of each matrix that the form "gguf" keeps in blocks, by name; None for a folder.
-        read_rows: function that reads some rows and columns of a tensor as floats.
-
-    Raises:
-        ValueError: a file is missing, broken or cut short, or a key, value or tensor is missing or not supported; the
-            message names it.
+    Any part may raise ValueError: a file is missing, broken or cut short, or a key, value or tensor is missing or not
+    supported; the message names it.
     """
 
-    path: Path
-    described: Path
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    ends: tuple[End, ...]
-    generation: GenerationConfig
-    tensors: Mapping[str, Stored | GgufTensor]
-    kinds: Mapping[str, str] | None
+    path: Path  # the folder or the GGUF file
+    described: Path  # the file that holds the config
+    config: ModelConfig  # `eos_ids` holds the ids that the config files name
+    tokenizer: Tokenizer | None  # without one, prompts must be lists of token ids
+    ends: tuple[End, ...]  # the tokens that end an answer
+    generation: GenerationConfig  # the authors' sampling defaults; empty for a GGUF file
+    tensors: Mapping[str, Stored | GgufTensor]  # by Hugging Face's name; all names and shapes match the config
+    kinds: Mapping[str, str] | None  # `Quantised.kind` of each matrix that the form "gguf" keeps in blocks, by name
     read_rows: Reader
     _check_shape: Callable[[str, Any, tuple[int, ...]], None]
     _config_name: str  # what errors call the place of the config

@@ -34,27 +34,16 @@ SLOW = "processor time"
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a chat template does with tools and calls.
+    """What a chat template does with tools and calls."""
 
-    Attributes:
-        system: whether it takes a system message.
-        tools: whether it describes the tools that a conversation offers.
-        calls: whether it writes the calls of earlier answers and their results; the other attributes say how.
-        null_content: whether a message with calls and without text must have the content null. If False, it must be "".
-        text_arguments: whether arguments must be JSON text. If False, they must be an object.
-        short_ids: whether ids must have SHORT_ID letters and digits.
-        beside_text: whether it writes the calls of a message that also has text.
-        several: whether it writes several calls of one message.
-    """
-
-    system: bool = True
-    tools: bool = False
-    calls: bool = False
-    null_content: bool = True
-    text_arguments: bool = False
-    short_ids: bool = False
-    beside_text: bool = True
-    several: bool = True
+    system: bool = True  # it takes a system message
+    tools: bool = False  # it describes the tools that a conversation offers
+    calls: bool = False  # it writes the calls of earlier answers and their results; the other attributes say how
+    null_content: bool = True  # a message with calls and without text must have the content null, not ""
+    text_arguments: bool = False  # arguments must be JSON text, not an object
+    short_ids: bool = False  # ids must have SHORT_ID letters and digits
+    beside_text: bool = True  # it writes the calls of a message that also has text
+    several: bool = True  # it writes several calls of one message
 
 
 def traits_of(render: Callable[..., str], *, offered: bool) -> Traits:

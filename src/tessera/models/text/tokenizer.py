@@ -233,10 +233,8 @@ class Tokenizer:
 class TextStream:
     """Decoder from single ids to pieces of text, which join to the text of all ids; none ends inside a character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()):
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._shown = shown
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int]):
+        self._tokenizer, self._skip_special, self._shown = tokenizer, skip_special, shown
         self._ids: list[int] = []  # a window: context (tokens whose text was returned), then tokens held back
         self._context = 0  # how many of _ids are context
         self._given = ""  # the part of the window's text that was returned

@@ -152,9 +152,8 @@ def listed_tokens(folder: Path, decoder: Mapping[str, Any] | None, named: Mappin
     raw = read_json(path)
     if not rules.ADDED_TOKENS.fits(raw):
         raise ValueError(f"{path} must hold {rules.ADDED_TOKENS.allowed}: download it again")
-    special = {content: content in named for content in raw}
     return {
-        index: {"content": content, "special": special[content], "normalized": not special[content]}
+        index: {"content": content, "special": content in named, "normalized": content not in named}
         for content, index in raw.items()
     }
 
@@ -230,22 +229,17 @@ def surround_as_set(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], specials: Mapping[str, str], config: Mapping[str, Any]
 ) -> None:
     """Put bos and eos around each text as add_bos_token and add_eos_token say, if the tokenizer's class obeys them."""
-    wanted = {role: settings.get(f"add_{role}_token") for role in ("bos", "eos")}
+    given = {role: wanted for role in ("bos", "eos") if (wanted := settings.get(f"add_{role}_token")) is not None}
     llama = "LlamaTokenizer" if config.get("model_type") in ("llama", "mistral") else ""
     name = settings.get("tokenizer_class") or config.get("tokenizer_class") or llama
-    if (
-        wanted == {"bos": None, "eos": None}
-        or str(name).removesuffix("Fast").removesuffix("Tokenizer") not in SURROUNDING
-    ):
+    if not given or str(name).removesuffix("Fast").removesuffix("Tokenizer") not in SURROUNDING:
         return
-    bos, eos = (
-        [specials[f"{role}_token"]]
-        if (default if wanted[role] is None else wanted[role])
-        and backend.token_to_id(specials.get(f"{role}_token", "")) is not None
-        else []
-        for role, default in (("bos", True), ("eos", False))
-    )
-    backend.post_processor = surround(backend, bos, eos)
+    around = {"bos": [], "eos": []}
+    for role, wanted in ({"bos": True, "eos": False} | given).items():
+        token = specials.get(f"{role}_token", "")
+        if wanted and backend.token_to_id(token) is not None:
+            around[role] = [token]
+    backend.post_processor = surround(backend, around["bos"], around["eos"])
 
 
 def surround(
