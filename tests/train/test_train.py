@@ -128,6 +128,14 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(plain_step):
     assert "bf16" in str(traced(state.params))
 
 
+def test_plain_text_counts_every_token_as_asked():
+    """All its weights are below the weight of an answer."""
+    weights = np.full_like(BATCH.weights, 0.3)
+    options = dict(config=SHORT.config, remat=False, dtype="float32")
+    assert train.loss_sums(start(SHORT).params, BATCH.tokens, weights, **options).asked == weights.size
+    assert train.loss_sums(start(SHORT).params, BATCH.tokens, 0 * weights, **options).asked == 0
+
+
 def test_state_is_donated():
     state = start(SHORT)
     lowered = train.train_step.lower(

@@ -14,7 +14,8 @@ from tessera.models.text.tokenizer import Tokenizer
 from tessera.runtime.corpus import read_text
 
 VALUE_WEIGHT = 3.0
-"""Weight of a token of an answer. The log counts the tokens with at least this weight, or 1 if a batch has none."""
+"""Weight of a token of an answer. The log counts the tokens with at least this weight. A batch without any counts those
+with at least 1 or, as in plain text, its largest weight."""
 
 
 class Batch(NamedTuple):

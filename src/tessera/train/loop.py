@@ -110,7 +110,9 @@ def loss_sums(
     scores = decoder.logits(params, hidden)
     picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     entropy = jax.nn.logsumexp(scores, -1) - picked
-    asked = weights >= jnp.where(jnp.any(weights >= data.VALUE_WEIGHT), data.VALUE_WEIGHT, 1.0)
+    most = jnp.max(weights)
+    least = jnp.where(most >= data.VALUE_WEIGHT, data.VALUE_WEIGHT, jnp.minimum(most, 1.0))
+    asked = (weights >= least) & (weights > 0)
     right = (picked >= jnp.max(scores, -1)) & asked
     return Sums(jnp.sum(weights * entropy), jnp.sum(weights), jnp.sum(right), jnp.sum(asked))
 
