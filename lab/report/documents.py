@@ -388,7 +388,7 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
     if not table:
         raise ValueError(
             f"table {name!r} has no record: first run the command that measures it (`tessera bench`, `tessera eval`, "
-            "`tessera verify`, `python -m lab tune`, `python -m lab study` or `python -m lab simulate`)"
+            "`tessera verify`, `tessera tune`, `python -m lab study` or `python -m lab simulate`)"
         )
     return table
 

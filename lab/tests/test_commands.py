@@ -21,10 +21,6 @@ FLAGS = {
     "train": (
         "--recipe --out --mesh --accumulate --save-every-s --until --coordinator --processes --process --wait-s --debug"
     ).split(),
-    "tune": (
-        "--workload --role --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
-        "--table --debug"
-    ).split(),
 }
 """Command -> its flags."""
 UNSAID = re.compile(r"None|default: *\)")

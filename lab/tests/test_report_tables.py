@@ -12,10 +12,10 @@ from lab.report import documents as report
 from lab.report import real as report_real
 from lab.report import tables
 from lab.studies import blocks, figures, gpu_gates, sweep
-from lab.tune import ship
 from tessera.measure import evidence, trials, verify
 from tessera.measure.evidence import What
 from tessera.measure.series import current
+from tessera.measure.tune import ship
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
 INTEL = {"device": "cpu", "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
@@ -183,7 +183,7 @@ def search(refused):
     found |= {"interval": (1.2, 1.3), "elsewhere": {}, "confirmed": not refused, "candidates": tried, "replayed": 0}
     found |= {"refused": better} if refused else {}
     ranks = {"seed_model_with_quick": 0.5, "seed_model_with_final": None, "quick_with_final": 0.875}
-    made = ship.record(searched, tune.Budget(), found | {"rank_correlation": ranks}, "python -m lab tune --workload w")
+    made = ship.record(searched, tune.Budget(), found | {"rank_correlation": ranks}, "tessera tune --workload w")
     shown = (", ".join(f"{n} {v}" for n, v in default.items()), f"{name} {2 * value}")
     return made, shown, searched.kernel.name
 

@@ -55,6 +55,10 @@ FLAGS = {
     "doctor": "--plan --model -m --all --json --debug".split(),
     "bench": "--model -m --plan --weights --out --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
+    "tune": (
+        "--workload --role --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
+        "--table --debug"
+    ).split(),
     "eval": "--model -m --plan --rival --weights --suite --text --out --resume --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "

@@ -41,6 +41,13 @@ def test_impossible_requests(flags, words, capsys, monkeypatch):
     assert words in err
 
 
+def test_its_old_name_works_and_names_the_new_one(capsys):
+    assert cli.main(["plan", "llama-3.1-8b", "--length", "0"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert "`tessera plan` is now `tessera fit`" in note
+    assert "--length 0 must be" in error
+
+
 def test_unknown_chips_are_refused(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["fit", "llama-3.1-8b", "--chip", "v9"])

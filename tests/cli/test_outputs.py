@@ -22,6 +22,7 @@ from tessera.train import loop
         "bench --model none --out",
         "convert MODEL",
         "verify --out",
+        "tune --workload prefill_8k --out",
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monkeypatch, capsys):
@@ -39,7 +40,7 @@ def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monk
 def test_a_folder_that_takes_no_default_record_is_refused_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evidence").write_text("not a folder")
-    for command in ("eval", "bench --model none"):
+    for command in ("eval", "bench --model none", "tune --workload prefill_8k"):
         assert cli.main(command.split()) == 2
         assert "evidence/records.jsonl cannot be written (Not a directory)" in capsys.readouterr().err
 

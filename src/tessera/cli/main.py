@@ -16,7 +16,7 @@ from tessera.cli.calibrate import Calibrate
 from tessera.cli.fit import Fit
 from tessera.cli.flags import FILE, MODEL, PROMPT, SYSTEM, TOKENS, WORDS, Command, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
-from tessera.cli.measure import Bench, Eval, Verify
+from tessera.cli.measure import Bench, Eval, Tune, Verify
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.serve import Serve
@@ -252,6 +252,7 @@ COMMANDS = MappingProxyType(
         "doctor": Doctor,
         "bench": Bench,
         "verify": Verify,
+        "tune": Tune,
         "eval": Eval,
         "inspect": Inspect,
         "fit": Fit,
@@ -268,6 +269,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"tessera {version('tessera-attention')}")
         return 0
+    if argv[:1] == ["plan"]:
+        say("note: `tessera plan` is now `tessera fit`, because a plan is what `tessera calibrate` writes")
+        argv = ["fit", *argv[1:]]
     command = parse(argv)
     return command_line.run(command, computes=not isinstance(command, Fetch))
 

@@ -1,4 +1,4 @@
-"""The commands that measure: bench, verify and eval. Heavy modules are imported only when a command runs."""
+"""The commands that measure: bench, verify, tune and eval. Heavy modules are imported only when a command runs."""
 
 import sys
 from dataclasses import dataclass
@@ -83,6 +83,43 @@ class Verify(Command):
             check_writable(self.out)
         asked = {"kernel": self.kernel, "simulate": self.simulate, "configs": self.configs, "seed": self.seed}
         return verify.run(**asked, random_shapes=self.random, out=self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(Command):
+    """Search for a kernel's best block sizes on this device; a restart after Ctrl-C resumes."""
+
+    workload: str
+    """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
+    role: Literal["dense", "score", "sparse"] = "dense"
+    """Role of the kernel to tune."""
+    candidates: int = 16
+    """Number of configurations to try."""
+    quick: int = 3
+    """Number of timed calls per configuration in the search."""
+    finalists: int = 3
+    """Candidates in the final comparison, besides the default configuration."""
+    rounds: int = 7
+    """Number of timed calls of each candidate in the final comparison and the confirmation; candidates take turns."""
+    limit_s: float = 300.0
+    """Maximum seconds for one reply of a candidate's process, compilation included."""
+    memory_gib: Omittable[float] = None
+    """Maximum GiB of host memory per candidate; 0 for no limit; nine tenths of this machine's memory if not given."""
+    seed: int = 0
+    """Seed of the search and of the inputs."""
+    out: Omittable[Path] = None
+    """File to append the record to; evidence/tune-<device>.jsonl if not given."""
+    table: Omittable[Path] = None
+    """Table of block sizes to write to; if not given, the installed table of this device, which dispatch reads."""
+
+    def run(self) -> int:
+        """Search, confirm the winner, and write its record and its row in the table."""
+        from tessera.measure.tune import Budget, ship
+
+        check_writable(self.out or RECORDS)
+        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed")
+        budget = Budget(**{name: getattr(self, name) for name in names})
+        return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import jax
 
-from lab.tune import calls
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.kernel import Kernel
 from tessera.deviceless import programs
 from tessera.measure.errors import plain
+from tessera.measure.tune import calls
 
 
 class Program(NamedTuple):

@@ -10,12 +10,12 @@ import pytest
 import tune_subjects
 
 from lab import commands, tune
-from lab.tune import calls, search, seeding, ship
-from lab.tune.child import Child
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.measure import evidence
+from tessera.measure.tune import calls, search, seeding, ship
+from tessera.measure.tune.child import Child
 
 SUBJECTS = str(Path(tune_subjects.__file__).parent)
 SPACE = [{"x": x, "y": y} for x in range(12) for y in range(12)]
@@ -143,7 +143,7 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
     assert again == {**found, "replayed": again["replayed"]}
     assert again["replayed"] > 6
 
-    task, made = traps(), ship.record(traps(), BUDGET, found, "python -m lab tune --workload traps")
+    task, made = traps(), ship.record(traps(), BUDGET, found, "tessera tune --workload traps")
     assert made.median == found["gain"]
     table = tmp_path / "cpu.jsonl"
     tuned.write(table, [ship.row(task, found, made, Path("evidence/tune.jsonl"))])
@@ -259,6 +259,6 @@ def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
 def test_the_command_of_a_record_repeats_the_search():
     """The command holds every option that is not the default."""
     plain = ship.command("w", "dense", tune.Budget(candidates=9))
-    assert plain == "python -m lab tune --workload w --role dense --candidates 9 --seed 0"
+    assert plain == "tessera tune --workload w --role dense --candidates 9 --seed 0"
     found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0))
     assert found.endswith("--seed 0 --quick 5 --rounds 21 --limit-s 60.0")

@@ -1,6 +1,6 @@
 """Find block sizes by measuring, in three stages, and write them to the table that dispatch reads.
 
-    python -m lab tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
+    tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
 1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default config and
    the configs that the cost model (`seeding.py`) ranks first. For XLA's kernels, which the model ranks badly, it starts
@@ -25,10 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from lab.tune import search
-from lab.tune.calls import held_out
-from lab.tune.child import Child
-from lab.tune.seeding import estimate
 from tessera.attention import tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
@@ -36,6 +32,10 @@ from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
 from tessera.measure import timing
+from tessera.measure.tune import search
+from tessera.measure.tune.calls import held_out
+from tessera.measure.tune.child import Child
+from tessera.measure.tune.seeding import estimate
 
 LEAST_GAIN = 1.02
 """Minimum gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must

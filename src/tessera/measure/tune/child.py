@@ -3,13 +3,10 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tessera.core.child import Ended, Worker
 
-ROOT = str(Path(__file__).parents[2])
-"""Folder of the package `lab`, which the worker imports."""
 START_S = 300.0
 """Seconds to wait until a worker is ready. A worker that takes longer counts as hung."""
 
@@ -18,8 +15,8 @@ class Child(Worker):
     """Worker process that measures candidates, with `limit_s` seconds per answer and `memory_bytes` bytes of memory."""
 
     def __init__(self, *, limit_s: float, memory_bytes: int, paths: Sequence[str] = ()):
-        path = os.pathsep.join((*paths, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
-        command = [sys.executable, "-m", "lab.tune.worker", str(memory_bytes)]
+        path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
+        command = [sys.executable, "-m", "tessera.measure.tune.worker", str(memory_bytes)]
         super().__init__(command, {**os.environ, "PYTHONPATH": path}, ready_s=START_S)
         self.limit_s = limit_s
 

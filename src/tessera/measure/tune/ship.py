@@ -5,11 +5,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lab.tune import Budget, Task
 from tessera.attention import tuned
 from tessera.core import hardware
 from tessera.core.files import check_writable, sole_writer
 from tessera.measure import evidence
+from tessera.measure.tune import Budget, Task
 
 
 def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -> evidence.Record:
@@ -89,7 +89,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     """
     from rich.console import Console
 
-    from lab import tune
+    from tessera.measure import tune
 
     task, slug = tune.task_of(workload, role), hardware.device_slug()
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
@@ -119,7 +119,7 @@ def command(workload: str, role: str, budget: Budget) -> str:
     given = {"candidates": budget.candidates, "seed": budget.seed}
     given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-    return f"python -m lab tune --workload {workload} --role {role} {words}"
+    return f"tessera tune --workload {workload} --role {role} {words}"
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:
