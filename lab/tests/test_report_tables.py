@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from lab import eval as evaluation
-from lab import tune
 from lab.report import documents as report
 from lab.report import real as report_real
 from lab.report import tables
 from lab.studies import blocks, figures, gpu_gates, sweep
-from tessera.measure import evidence, trials, verify
+from tessera.measure import evidence, trials, tune, verify
 from tessera.measure.evidence import What
 from tessera.measure.series import current
 from tessera.measure.tune import ship

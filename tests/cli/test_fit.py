@@ -73,7 +73,7 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "llama-3.1-8b, 8.03B parameters, on 8 x v6e (mesh 8x1: heads x context)" in shown
     assert "First choice: weights, cache = bfloat16, bfloat16" in shown
-    assert "A prefill chunk of 4,096 rows is shared by heads" in shown
+    assert "A prefill chunk of 1,024 rows is shared by heads" in shown
     assert shown.count("kascade") == 16
     assert cli.main("fit llama-3.1-70b --chip v5e".split()) == 1
     shown = " ".join(capsys.readouterr().out.split())

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tune_subjects
 
-from lab import commands, tune
 from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.measure import evidence
+from tessera.cli import main as cli
+from tessera.measure import evidence, tune
 from tessera.measure.tune import calls, search, seeding, ship
 from tessera.measure.tune.child import Child
 
@@ -251,7 +251,7 @@ def test_an_unknown_workload_is_refused_by_name():
 @pytest.mark.parametrize("value", ["inf", "nan", "-1", "1e30"])
 @pytest.mark.parametrize("flag", ["--memory-gib", "--limit-s"])
 def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
-    assert commands.main(["tune", "--workload", "prefill_8k", flag, value]) == 2
+    assert cli.main(["tune", "--workload", "prefill_8k", flag, value]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert f"{flag} {float(value)} must be" in line
 
