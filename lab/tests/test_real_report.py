@@ -64,6 +64,6 @@ def test_the_published_tables_judge_the_shipped_plan(records):
     shipped = Kascade.from_plan(Plan.load(REAL_PLAN))
     for op in (real.TEXT, real.TASK):
         judged = [r for r in real.answered(records, op) if r.facts["policy"] == contenders.PLAN]
-        assert len(judged) >= 12
+        assert len(judged) >= 6
         for record in judged:
             assert record.what.config == json.loads(json.dumps(dataclasses.asdict(shipped)))
