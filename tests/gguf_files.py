@@ -14,6 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 Q = gguf.GGMLQuantizationType
+TOKENIZERS = Path(__file__).parent / "golden" / "tokenizers.json"
+BPE = json.loads(TOKENIZERS.read_text(encoding="utf-8"))["bpe"]
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -197,3 +199,12 @@ def tiny_model(num_tokens: int, hidden: int = 32, seed: int = 0) -> tuple[dict[s
     shapes |= {"token_embd": (num_tokens, hidden), "output_norm": (hidden,)}
     tensors = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     return folder_metadata(raw), {name: (array, Q.F32) for name, array in tensors.items()}
+
+
+def small_file(tmp_path: Path) -> bytes:
+    metadata, tensors = tiny_model(64)
+    tokens = BPE["tokens"][:60]
+    merges = [merge for merge in BPE["merges"] if set(merge.split()) <= set(tokens)][:4]
+    vocab = {"tokens": tokens + [merge.replace(" ", "") for merge in merges], "types": [1] * 64, "merges": merges}
+    metadata |= bpe_metadata(vocab, "smollm", chat_template="{{ messages }}") | {"tokenizer.ggml.eos_token_id": 0}
+    return write_gguf(tmp_path / "whole.gguf", metadata, tensors).read_bytes()

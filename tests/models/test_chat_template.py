@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from test_gguf import small_file
+from gguf_files import small_file
 
 from tessera.cli.main import main
 from tessera.core.child import Worker

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gguf_files import Q, bpe_metadata, tiny_model, write_gguf
-from test_gguf import BPE, entry, load_or_refuse, raw_file, refusal
+from gguf_files import BPE, Q, bpe_metadata, tiny_model, write_gguf
+from test_gguf import refusal
+from test_gguf_hostile import entry, load_or_refuse, raw_file
 from tiny import CONFIG, save_tiny
 
 import tessera
