@@ -66,10 +66,7 @@ class Model:
     """Weights with their config, tokenizer and attention policy.
 
     Attributes:
-        config: the decoder's sizes and options.
-        params: weights.
         tokenizer: None if the checkpoint has none; prompts must then be token lists.
-        policy: attention policy, which computes the attention of every layer.
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
@@ -210,14 +207,8 @@ class Model:
     ) -> int:
         """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
 
-        Args:
-            max_tokens: number of tokens of the longest request; None for the model's context.
-            batch: prompts per call; each batch size compiles separately.
-            progress: called with a line of text for each cache size and policy.
-            sampling: temperature, top_k, ... of later requests; only whether each is enabled matters, not its value.
-
-        Returns:
-            number of programs, each of which has run once.
+        Each batch size compiles separately. Of `sampling` (temperature, top_k, ...), only whether each value is enabled
+        matters. `progress` is called with a line of text for each cache size and policy. Return the number of programs.
         """
         longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
         values = self.sampling(**sampling)

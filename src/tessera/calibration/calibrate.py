@@ -1,9 +1,7 @@
 """Calibration: run a model over text, find how many keys each layer and head must read, and build the plan.
 
-With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
-every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
-the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefills of several lengths on this
-device.
+With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and meets the target on held-out
+windows. Without one, `similarity.py` runs the paper's recipe. `crossover.py` times prefill and decode on this device.
 Windows of text run in chunks, so calibration takes no more memory than a prefill.
 """
 

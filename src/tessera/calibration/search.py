@@ -80,11 +80,9 @@ class Kept:
     Attributes:
         text_kl, probes_kl: mean KL(dense || policy) per token, of text and of the probes' answers.
         text_loss, text_loss_dense: mean -ln p of the text.
-        text_kept, probes_kept: exp(loss of dense - loss of the policy), with mean losses per token, of text and of the
-            probes' answers.
-        asked: number of probe answers.
-        found_dense: number of probe answers all of whose tokens dense predicts correctly.
-        found: number of these answers all of whose tokens the policy predicts correctly, too.
+        text_kept, probes_kept: exp(loss of dense - loss of the policy), with mean losses per token.
+        asked, found_dense, found: numbers of probe answers, of those all of whose tokens dense predicts correctly, and
+            of these those that the policy predicts correctly, too.
         density: keys read / keys visible, over all layers and heads.
         tokens: number of token positions of the text at which the policy is compared with dense.
     """

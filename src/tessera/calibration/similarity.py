@@ -50,12 +50,11 @@ class Notes:
     """Results of the similarity pass.
 
     Attributes:
-        heads: [layers, layers, KV heads]. heads[a, b, k] is the KV head of layer a whose selection would be reused by
-            head k of layer b. The last axis has length 1 if the heads are pooled.
-        similarity: [layers, layers]. similarity[a, b] is layer b's attention probability on the keys that layer a
-            chooses, divided by layer b's probability on the keys that b itself chooses. It is the minimum over a
-            window's query tiles, averaged over windows and heads.
-        importance: [layers]. Mean of 1 - cosine between the residual stream before and after the attention block.
+        heads: heads[a, b, k] is the KV head of layer a whose selection head k of layer b would reuse, [L,L,K]; K is 1
+            if the heads are pooled.
+        similarity: similarity[a, b] is layer b's attention probability on the keys that layer a chooses, divided by its
+            probability on its own choice: the minimum over a window's query tiles, averaged over windows and heads.
+        importance: mean of 1 - cosine between the residual stream before and after the attention block, [L].
     """
 
     heads: np.ndarray

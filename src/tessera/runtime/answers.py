@@ -85,14 +85,10 @@ class StopSearch:
 
 
 class Answer:
-    """An answer that grows token by token; `generation` returns the result.
+    """An answer that grows token by token, to at most `limit`; `generation` returns the result.
 
-    Args:
-        limit: maximum number of new tokens.
-        stop: texts that end the answer; it is cut before the first one that appears.
-        tokenizer: None for an answer without text.
-        shown: ids of special tokens whose names stay in the text.
-        min_tokens: number of tokens before a stop string may end.
+    The text is cut before the first text of `stop`, which ends the answer after `min_tokens` tokens. Names of special
+    tokens stay in the text only for the ids in `shown`. Without a tokenizer, there is no text.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ for. If there is none, its seconds are at most those until the host looked.
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -38,18 +38,10 @@ class Due(NamedTuple):
         return self.found.choice.token if isinstance(self.found, Pending) else self.found
 
 
-class Observe(Protocol):
-    """Takes the seconds of a program; see `Scheduler.observe`."""
-
-    def __call__(
-        self, prefill: Sequence[tuple[int, int]], decode: Sequence[int], seconds: float, *, at_most: bool
-    ) -> None: ...
-
-
 class Dispatched:
-    """A queue of results, in the order of dispatch; `observe` gets each program's work and seconds."""
+    """A queue of results, in the order of dispatch; `observe` is `Scheduler.observe`."""
 
-    def __init__(self, observe: Observe):
+    def __init__(self, observe: Callable[..., None]):
         self._observe = observe
         self._queue: deque[Due] = deque()
         self._ended_s = (0.0, 0.0)  # the earliest and the latest time at which the last program may have ended

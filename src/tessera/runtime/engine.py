@@ -175,10 +175,8 @@ class Engine:
     def cancel(self, id: int) -> Generation:
         """Drop a request and return its partial answer, whose finish_reason is "interrupted".
 
-        If the request ended in the last step, return its complete answer with the finish_reason of that end.
-
-        Raises:
-            KeyError: no request has this id, or the request ended before the last step.
+        If the request ended in the last step, return its complete answer with the finish_reason of that end; if before,
+        raise KeyError.
         """
         sequence = self._open.pop(id)
         sequence.dropped = True
@@ -214,13 +212,10 @@ class Engine:
                         raise event.error
 
     def pin(self, tokens: abc.Sequence[int], tenant: str = "") -> int:
-        """Prefill a prefix and keep its keys in the pool for as long as the engine lives.
+        """Prefill a prefix, cut to whole units (`Paging.unit`), and keep its keys for as long as the engine lives.
 
-        The prefix is cut to a multiple of `Paging.unit` tokens. Return the number of tokens whose keys are kept.
-
-        Raises:
-            ValueError: the engine has no pages, or the prefix is not a valid prompt.
-            MemoryError: the pool is too small.
+        Return the number of tokens whose keys are kept. Raise ValueError if the engine has no pages or the prefix is
+        not a valid prompt, and MemoryError if the pool is too small.
         """
         if self.paging is None:
             raise ValueError("paging=None: only an engine with pages can pin a prefix; pass `paging`")

@@ -36,11 +36,10 @@ class Pair:
 
     Attributes:
         parts: bytes on one device during a prefill chunk or a decode step, whichever takes more.
-        usable_bytes: memory of one device that programs can use.
         refused: why the devices cannot share the model in these types, whatever the memory; empty if they can.
         why_not: why the pair does not fit: `refused`, or what takes too much memory; empty if it fits.
-        longest: longest context, in tokens, that fits at the question's batch; 0 if none does.
-        largest: largest batch that fits at the question's length; 0 if none does.
+        longest, largest: longest context in tokens that fits at the question's batch, and largest batch that fits at
+            its length; 0 if none does.
     """
 
     weights: str

@@ -1,8 +1,4 @@
-"""Probabilities of a prompt's own tokens, computed from the hidden states of its prefill.
-
-Row t of a prefill predicts the prompt's token t + 1:
-
-    logprob(t + 1) = z[token t + 1] - ln sum over v of exp z[v],    z = logits of row t
+"""Probabilities of a prompt's own tokens, from the hidden states of its prefill, in which row t predicts token t + 1.
 
 The output head takes up to BLOCK rows at a time, so its memory is BLOCK x vocabulary, whatever the size of the prefill.
 """

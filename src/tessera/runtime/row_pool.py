@@ -1,10 +1,9 @@
 """A pool in which each sequence has one contiguous row, and the prefix cache of such a pool.
 
 A row is a page as long as the longest sequence may be, so a lane needs no other rules for it. Contiguous keys suit
-kernels that read no pages, tiles of one key, and meshes that split each sequence's keys over devices.
-
-A prefill of batch 1 fills a copy of the row, and the copy replaces the row before the row is decoded or another row is
-prefilled: a program over all rows would compute and write every row. A pool of one row is filled in place.
+kernels that read no pages, tiles of one key, and meshes that split each sequence's keys over devices. A prefill fills a
+copy of the row, which replaces the row before the row is decoded or another row is prefilled: a program over all rows
+would compute and write every row. A pool of one row is filled in place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -59,11 +59,9 @@ class Work:
 
     Attributes:
         tenant: name of the tenant that is charged for the request.
-        arrived_s: time of submission, on the clock of `now_s`.
-        deadline_s: time when the first token is due, on the same clock; None lets the scheduler decide
-            (`Scheduler.due_s`).
-        position: number of prompt tokens computed so far.
-        generated: number of answer tokens so far.
+        arrived_s, deadline_s: time of submission, and time when the first token is due (None: `Scheduler.due_s`), both
+            on the clock of `now_s`.
+        position, generated: numbers of prompt tokens computed and of answer tokens so far.
     """
 
     id: int

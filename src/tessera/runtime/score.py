@@ -44,12 +44,9 @@ program serves many arrays, because the array is traced; a policy that held a tr
 
 
 class Chunk(NamedTuple):
-    """Result of one chunk of a window.
+    """Result of one chunk of a window, of whose rows `count` hold tokens; the others are padding.
 
-    Attributes:
-        count: number of rows that hold tokens of the window; the others are padding.
-        hidden: hidden states after the final norm.
-        notes: the policy's final state.
+    `hidden` is after the final norm; `notes` is the policy's final state.
     """
 
     start: int

@@ -20,17 +20,15 @@ class Sequence(Work):
     """A request inside an engine: what the scheduler sees of it (`Work`), its answer, and where its keys are.
 
     Attributes:
-        guide: the answer's Guide, in its state after the tokens that the host has read; None restricts nothing.
+        guide: the answer's Guide, in its state after the tokens that the host has read.
         guided: bias of the next token's logits (`bias.guided_bias`), if there is a guide.
-        scored: `prompt_scores.RowScores` of the prompt's tokens, by the first position of each prefill call.
+        scored, reads: scores of the prompt's tokens and key counts, by the first position of each prefill call.
         reused: number of prompt tokens whose keys were in the cache.
-        hashes: hashes of the prompt's full blocks (`Prefix.block`).
         pages: pages that hold the sequence's keys, in order of position; none while it waits.
         shared: number of leading pages that are in the prefix cache; this sequence writes only later pages.
         goal: number of positions to prefill: the whole prompt, or only the shared pages if the sequence gave way (to
             another) during its answer.
         saved: host copies of the pages after the shared ones, if the sequence gave way during its answer.
-        reads: key counts of the prompt's prefill chunks so far, by the chunk's first position.
         computed: (start, end) of the positions that the sequence itself had computed when it last gave way.
     """
 
