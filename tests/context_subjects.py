@@ -264,7 +264,6 @@ def refusals() -> dict[str, str]:
 SUBJECTS = {"study": study, "traffic": traffic, "generation": generation, "refusals": refusals, "spread": spread}
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)  # as conftest does: every program runs a few times
     for name, subject, arguments in json.loads(sys.argv[2]):
         try:
             found = {"found": SUBJECTS[subject](**arguments)}

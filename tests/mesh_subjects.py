@@ -486,7 +486,6 @@ def main() -> None:
     import jax
 
     assert len(jax.devices()) == 8
-    jax.config.update("jax_disable_most_optimizations", True)
     folder, *names = sys.argv[1:]
     for name in names or list(CHECKS)[:-1]:
         started = os.times()

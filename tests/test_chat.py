@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tiny import CONFIG, load_stacked, save_tiny
+from tiny import CONFIG, load_stacked, optimized, save_tiny
 
 import tessera
 from tessera.chat import Chat
@@ -57,20 +57,21 @@ def test_under_kascade_later_turns_equal_cold_runs():
     page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
     chat = Chat(model, GREEDY, max_new_tokens=100)
     reused = []
-    for message in (page + "\nThe pass key is 48213. Remember it.\n", *["What is the pass key?"] * 2):
-        before = list(chat.messages)
-        warm = chat.ask(message)
-        cold_chat = Chat(model, GREEDY, max_new_tokens=100)
-        cold_chat.messages = before
-        cold = cold_chat.ask(message)
-        assert cold.reused_tokens == 0
-        assert cold.generation.density < 0.8  # every layer reads only its choice and the newest keys
-        assert warm.generation.tokens == cold.generation.tokens
-        written = cold.generation.prompt_tokens + len(cold.generation.tokens) - 1
-        for ours, theirs in zip(keys_and_values(chat, written), keys_and_values(cold_chat, written)):
-            # Allow rounding between programs of different chunk sizes; another selection changes a key by 1e-3 or more.
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-        reused.append((warm.reused_tokens, cold.generation.prompt_tokens, written))
+    with optimized():
+        for message in (page + "\nThe pass key is 48213. Remember it.\n", *["What is the pass key?"] * 2):
+            before = list(chat.messages)
+            warm = chat.ask(message)
+            cold_chat = Chat(model, GREEDY, max_new_tokens=100)
+            cold_chat.messages = before
+            cold = cold_chat.ask(message)
+            assert cold.reused_tokens == 0
+            assert cold.generation.density < 0.8  # every layer reads only its choice and the newest keys
+            assert warm.generation.tokens == cold.generation.tokens
+            written = cold.generation.prompt_tokens + len(cold.generation.tokens) - 1
+            for ours, theirs in zip(keys_and_values(chat, written), keys_and_values(cold_chat, written)):
+                # Allow rounding between programs of different chunk sizes. Another selection changes a key by 1e-3.
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+            reused.append((warm.reused_tokens, cold.generation.prompt_tokens, written))
     assert "48213" in chat.messages[-1]["content"]
     for (_, prompt, written), (start, _, _) in pairwise(reused):
         assert 0 < start < prompt  # some keys that prefill wrote are reused

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-from tiny import save_tiny
+from tiny import load_stacked, save_tiny
 
 import tessera
 
@@ -48,7 +48,7 @@ def test_first_example_calibrates_and_generates_under_its_plan(tmp_path, monkeyp
     (tmp_path / "texts" / "licence.txt").write_text(text)
     (tmp_path / "report.txt").write_text(text[:400])
     short = partial(tessera.calibrate, max_tokens=2500, crossover=64, progress=False)
-    names = {"tessera": SimpleNamespace(load=tessera.load, calibrate=short)}
+    names = {"tessera": SimpleNamespace(load=load_stacked, calibrate=short)}
     exec(code, names)
     assert names["plan"].crossover_tokens == 64
     assert 0 < names["answer"].density < 1

@@ -135,7 +135,6 @@ def main() -> None:
     import jax
 
     assert len(jax.devices()) == DEVICES
-    jax.config.update("jax_disable_most_optimizations", True)
     folder, *names = sys.argv[1:]
     for name in names or CHECKS:
         CHECKS[name](Path(folder))

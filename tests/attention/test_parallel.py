@@ -3,9 +3,10 @@
 A child process runs the program, because JAX fixes the number of devices once per process.
 """
 
-import os
 import subprocess
 import sys
+
+from emitters import fast_child
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -65,12 +66,11 @@ else:
 
 
 def test_a_call_split_by_heads_equals_the_whole():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM],
         capture_output=True,
         text=True,
-        env=os.environ | flags,
+        env=fast_child(2),
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]

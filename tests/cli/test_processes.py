@@ -66,7 +66,7 @@ def save_coarse(folder: Path, config: ModelConfig) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("weights", [None, pytest.param("int8", marks=pytest.mark.exhaustive)])  # parts: test_mesh.py
 def test_two_processes_answer_as_one(tmp_path, start, weights):
     config = replace(CONFIG, num_layers=1, num_heads=8, num_kv_heads=4)
     folder = (save_coarse if weights else save_tiny)(tmp_path / "model", config)

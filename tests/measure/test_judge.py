@@ -123,7 +123,9 @@ POLICIES = (
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize(  # the tests of rivals cover how `Matched` chooses
+    "policy", [*POLICIES[:2], pytest.param(POLICIES[2], marks=pytest.mark.exhaustive)], ids=lambda policy: policy.name
+)
 def test_an_answer_is_found_if_generation_gives_it(model, policy):
     rng = np.random.default_rng(5)
     prefix = rng.integers(32, 127, 512 - probes.ROOM).astype(np.int32)
@@ -231,7 +233,11 @@ def by_chunk(model, policy, tokens):
     return read / visible
 
 
-@pytest.mark.parametrize("budgets", [(), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))], ids=["fraction", "per head"])
+@pytest.mark.parametrize(
+    "budgets",  # with a cross-over, a test below covers a fraction
+    [pytest.param((), marks=pytest.mark.exhaustive), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))],
+    ids=["fraction", "per head"],
+)
 def test_rivals_read_as_many_keys_as_the_plan(model, budgets):
     plan = dataclasses.replace(everywhere(model), fraction=0.15, minimum=64, budgets=budgets)
     tokens = np.random.default_rng(3).integers(32, 127, 2048).astype(np.int32)

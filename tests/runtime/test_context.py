@@ -1,13 +1,13 @@
 """On a mesh, a cache dealt over the axis "context" and rows spread over "heads" give the results of one device."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from emitters import fast_child
 
 from tessera.deviceless.steps import MODELS as KNOWN
 from tessera.runtime.spread import Sharing
@@ -36,10 +36,9 @@ def first_of(table: dict) -> list:
 
 def run_subjects(folder: Path, work: dict[str, tuple[str, dict]]) -> dict[str, Any]:
     """Run subjects in one child process with eight devices; return what each found, or how it failed."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     given = [[name, subject, arguments] for name, (subject, arguments) in work.items()]
     command = [sys.executable, "-W", "error", SUBJECTS, folder, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags)
+    done = subprocess.run(command, capture_output=True, text=True, env=fast_child(8))
     assert done.returncode == 0, done.stderr[-3000:]
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 

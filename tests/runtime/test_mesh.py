@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mesh_subjects
 import pytest
+from emitters import fast_child
 from tiny import CONFIG, save_tiny
 
 import tessera
@@ -21,9 +22,7 @@ QUICK, ALL = list(mesh_subjects.CHECKS)[:-1], list(mesh_subjects.CHECKS)[-1]
 
 def run(folder: Path, *names: str) -> tuple[list[str], str]:
     tests = Path(mesh_subjects.__file__)
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
+    environment = fast_child(8) | {
         "PYTHONPATH": os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "error", str(tests), str(folder), *names]

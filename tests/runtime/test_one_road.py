@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import roads
+from emitters import fast_child
 from roads import LENGTHS, NEW, POLICIES, prompt
 from tiny import CONFIG, save_tiny
 
@@ -108,9 +109,7 @@ def test_a_rule_by_length_does_not_pass(tiny, monkeypatch):
 
 def test_on_two_devices(tmp_path):
     """Devices that split heads, contiguous and paged, and devices that split each sequence, contiguous."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
+    environment = fast_child(2) | {
         "PYTHONPATH": os.pathsep.join([str(Path(roads.__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     code = f"""if True:

@@ -19,7 +19,7 @@ from tessera.runtime.requests import End, Event, Request
 from tessera.runtime.scheduler import LONE_S, RECENT
 from tessera.sparse.baselines import Dense
 
-CONFIG = replace(CONFIG, max_positions=1024, eos_ids=())
+CONFIG = replace(CONFIG, num_layers=1, max_positions=1024, eos_ids=())
 PAGING = Paging(num_pages=400, page=16, unit=16, sizes=(64, 32, 16), batches=(4,))
 POLICY = Dense()
 DOCUMENT, SHORT = 1000, 10

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import train_subjects
 from addresses import free_address
+from emitters import fast_child
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from tiny import CONFIG, save_tiny
@@ -35,9 +36,7 @@ from tessera.train.recipes import Stage, text_recipe
 @pytest.fixture(scope="module")
 def passed(tmp_path_factory):
     tests = Path(train_subjects.__file__)
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
+    environment = fast_child(8) | {
         "PYTHONPATH": os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "error", str(tests), str(tmp_path_factory.mktemp("mesh"))]
