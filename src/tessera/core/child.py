@@ -16,12 +16,9 @@ from tessera.core import interrupt
 class Ended(RuntimeError):
     """Error: a worker ended without answering.
 
-    Attributes:
-        status: the worker's exit code, or minus the number of the signal that ended it.
-        late: whether the worker was killed because it exceeded its time limit.
-        spent: whether the worker ended by its own limit on processor time (SIGPROF).
-        answered: whether the worker had answered an earlier request.
-        said: the last lines of the worker's standard error.
+    `status` is its exit code, or minus the number of the signal that ended it; `said` is the end of its standard error.
+    It was killed at its time limit (`late`), ended by its own limit on processor time (`spent`), or had answered an
+    earlier request (`answered`).
     """
 
     def __init__(self, status: int, late: bool, answered: bool, said: str):

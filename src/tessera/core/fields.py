@@ -76,12 +76,10 @@ def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: st
             raise ValueError(f"{key}={quoted(values.get(key))} must be {rule.allowed} in {place}")
 
 
-def read_json(
-    path: Path, limit: int = SMALL_BYTES, large: Iterable[str] = (), retry: str = "download it again"
-) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `limit` bytes; for the other arguments and errors, see `parse_json`."""
-    if (size := path.stat().st_size) > limit:
-        raise ValueError(f"{path} has {size:,} bytes, more than the {limit:,} allowed: {retry}")
+def read_json(path: Path, large: Iterable[str] = (), retry: str = "download it again") -> dict[str, Any]:
+    """Read a JSON object from a file of at most SMALL_BYTES, as `parse_json` does."""
+    if (size := path.stat().st_size) > SMALL_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, more than the {SMALL_BYTES:,} allowed: {retry}")
     return parse_json(path.read_bytes(), path, retry, large)
 
 

@@ -26,26 +26,14 @@ DATA, SHARD = "data", "shard"
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
-        "vocab": HEADS,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "mlp": HEADS,
-        "spread_rows": HEADS,
-        "rows": CONTEXT,
-        "slots": CONTEXT,
+        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "spread_rows"), HEADS),
+        **dict.fromkeys(("rows", "slots"), CONTEXT),
     }
 )
 """Logical axis -> mesh axis that splits it. Logical axes that are not listed are not split."""
 
 TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
-    {
-        "batch": (DATA, SHARD),
-        "model": SHARD,
-        "heads": SHARD,
-        "kv_heads": SHARD,
-        "mlp": SHARD,
-        "head_dim": SHARD,
-    }
+    {"batch": (DATA, SHARD), **dict.fromkeys(("model", "heads", "kv_heads", "mlp", "head_dim"), SHARD)}
 )
 """Logical axis -> mesh axes that split it, in training.
 

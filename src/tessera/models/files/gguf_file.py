@@ -55,19 +55,7 @@ KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
 FLOATS = ("F32", "F16", "BF16")
 """Tensor types that are loaded in the model's float dtype."""
 
-SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+SCALARS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {10: "<u8", 11: "<i8", 12: "<f8"}
 """Metadata types of fixed size as NumPy dtypes, by their number in the file."""
 STRING, ARRAY = 8, 9
 
