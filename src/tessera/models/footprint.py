@@ -164,19 +164,15 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: MeshS
     """Return the bytes of a model's weights on one device, by the names of their parts in `Footprint`."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
-        found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)
+        found[_kind(weight)] += one_weight(weight, config, types, division, weight.stored)
     for weight in layer_weights(config):
         if types.weights == STORED:
             names = (layer_name(index, weight) for index in range(config.num_layers))
-            total = sum(_one_weight(weight, config, types, division, types.kinds.get(name)) for name in names)
+            total = sum(one_weight(weight, config, types, division, name) for name in names)
         else:
-            total = config.num_layers * _one_weight(weight, config, types, division)
+            total = config.num_layers * one_weight(weight, config, types, division)
         found[_kind(weight)] += total
     return found
-
-
-def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: MeshShape) -> int:
-    return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 
 def cache_bytes(
@@ -210,14 +206,15 @@ def _kind(weight: Weight) -> str:
     return "vocabulary" if "vocab" in weight.axes else "mlp" if "mlp" in weight.axes else "attention"
 
 
-def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: MeshShape, kept: str | None = None) -> int:
-    """Return the bytes of one weight on one device; `kept` is the `Quantised.kind` of a matrix kept in GGUF blocks."""
+def one_weight(weight: Weight, config: ModelConfig, types: Types, division: MeshShape, stored: str = "") -> int:
+    """Return the bytes of one weight on one device; for weights = "gguf", `stored` is its name in `Types.kinds`."""
     shape = [
         size // division.heads if axis in SPLIT_AXES else size
         for axis, size in zip(weight.axes, shape_of(weight, config))
     ]
     if types.weights == STORED:
-        form = None if kept is None else Form(kind=kept, group=STORED_GROUP)
+        kind = types.kinds.get(stored)
+        form = None if kind is None else Form(kind=kind, group=STORED_GROUP)
     else:
         form = None if types.weights in FLOATS else form_of(weight, config, types.weights)
     if form is not None:

@@ -25,7 +25,7 @@ from tessera.core.mesh import MeshShape
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.catalogue import ANCHORS
 from tessera.models.config import MAX_SIZE, ModelConfig
-from tessera.models.footprint import CACHE_TYPES, Types, divide, outer_bytes, weight_bytes
+from tessera.models.footprint import CACHE_TYPES, Types, divide, one_weight, weight_bytes
 from tessera.models.weights import EMBED, layer_weights, shape_of
 from tessera.runtime.step import CHUNK
 from tessera.sparse.anchors import default_anchors
@@ -206,7 +206,7 @@ def layer_parameters(config: ModelConfig) -> int:
 def _read_s(q: Question, on: Chip, types: Types) -> float:
     """Return the seconds in which a device reads its weights once; of an untied embedding, a token reads one row."""
     found = weight_bytes(q.config, types=types, division=q.division)
-    table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
+    table = 0 if q.config.tie_embeddings else one_weight(EMBED, q.config, types, q.division, EMBED.stored)
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
 
 
