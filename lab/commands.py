@@ -4,7 +4,7 @@ Heavy modules are imported only when a command runs.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ from lab.simulate.command import Simulate
 from lab.studies.commands import STUDIES, Study
 from lab.training.command import Train
 from tessera.cli import command_line
-from tessera.cli.flags import MODEL, Omittable, Weights
+from tessera.cli.flags import MODEL, Omittable
 from tessera.core.files import check_writable
 
 DESCRIPTION = """Measure this repository: its speed against other libraries, its answers, its kernels' predicted times.
@@ -61,22 +61,18 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Evaluate the shipped model's answers, the choices in its plan, the int8 cache, or the formats of weights."""
+    """Measure what an int8 cache or fewer bits of weights cost. `tessera eval` measures what a plan costs."""
 
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see tessera fetch). If not given, the shipped demo model;
     for "real-weights", SmolLM2, which is fetched."""
     plan: Omittable[Path] = None
     """Kascade plan; the one that comes with the weights if not given."""
-    weights: Omittable[Weights] = None
-    """With "demo" and "cache": number format of the weight matrices, as for tessera generate."""
-    suite: Literal["demo", "study", "smoke", "cache", "real-weights"] = "demo"
-    """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
-    "cache" compares an int8 cache with a float one. "real-weights" compares the formats of --weights with float
-    weights, both with dense attention and with the plan."""
+    suite: Literal["cache", "real-weights"] = "cache"
+    """"cache" compares an int8 cache with a float one. "real-weights" compares the formats of `tessera generate
+    --weights` with float weights, both with dense attention and with the plan."""
     text: Omittable[Path] = None
-    """Text file, or folder of text files, in which tasks are hidden and on which fidelity is measured; if not given,
-    held-out sources of Python's standard library."""
+    """Text file, or folder of text files, to measure on; if not given, texts of Python's standard library."""
     out: Omittable[Path] = None
     """File to append to; evidence/eval-<device>.jsonl ("real-weights": weights-<device>.jsonl) if not given."""
     resume: bool = False
@@ -92,16 +88,12 @@ class Eval:
         text = None if self.text is None else read_text(self.text)
         given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records must not hold paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
-        asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
-        words += [f" --weights {self.weights}"] if self.weights else []
-        asked["command"] = f"python -m lab eval --suite {self.suite}" + "".join(words)
-        if self.weights is not None and self.suite in ("study", "smoke", "real-weights"):
-            raise ValueError(f"--weights {self.weights} cannot be used with --suite {self.suite}: drop --weights")
+        command = f"python -m lab eval --suite {self.suite}" + "".join(words)
         if self.suite == "cache":
-            return self.run_cache(**asked)
-        return self.run_weights(**asked) if self.suite == "real-weights" else self.run_shipped(**asked)
+            return self.run_cache(text, command)
+        return self.run_weights(text=text, out=self.out, resume=self.resume, command=command)
 
-    def run_weights(self, suite: str, **asked) -> int:
+    def run_weights(self, **asked) -> int:
         """Run the suite that compares the number formats of weights on a real model."""
         from lab.eval import weights
         from tessera.generate import load, locate_plan
@@ -112,7 +104,7 @@ class Eval:
         plan = None if path is None else model.with_attention("kascade", path).plan
         return weights.run(model, plan, **asked)
 
-    def run_cache(self, text: str | None, out: Path | None, command: str, **others) -> int:
+    def run_cache(self, text: str | None, command: str) -> int:
         """Run the suite that judges the int8 cache."""
         from lab.eval import cached
         from tessera.core.files import DEMO_MODEL
@@ -127,26 +119,7 @@ class Eval:
         label = "the shipped model" if shipped else Path(model.source).name.removesuffix(".gguf")
         if self.model == "smollm2":  # a name, not a path of this machine
             command = command.replace("FOLDER", self.model)
-        return cached.run(model, plan, label=label, shipped=shipped, text=text, out=out, command=command)
-
-    def run_shipped(self, **asked) -> int:
-        """Run a suite on the shipped model, or on the one that --model names."""
-        from lab import eval as evaluation
-        from lab.eval.quality import CHOSEN, make_plan
-        from tessera.core.files import DEMO_MODEL
-        from tessera.generate import find_plan, load
-
-        shipped = self.model is None
-        if self.suite == "study" and not shipped:
-            raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
-        model = load(DEMO_MODEL if shipped else self.model, weights=self.weights)
-        plan = find_plan("kascade", self.plan, model.source)
-
-        def variant(**choice):
-            """Make the shipped model's plan with one choice changed, without measuring its cross-over."""
-            return make_plan(model, replace(CHOSEN, **choice), crossover=0, progress=False)
-
-        return evaluation.run(model, plan, make_plan=variant, **asked)
+        return cached.run(model, plan, label=label, shipped=shipped, text=text, out=self.out, command=command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +167,8 @@ class Demo:
     def run(self) -> int:
         """Run the demo.
 
-        Return 1 if a real model under Kascade gives no more of dense's answers than under the control, which is Kascade
-        without the tiles that it selects by score. For the shipped model, return 1 if any answer under Kascade differs
-        from dense's.
+        Return 1 if the model gives no more of dense's answers under Kascade than under the control, which is Kascade
+        without the tiles that it selects by score.
         """
         from tessera.core.extras import require
 

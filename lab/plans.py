@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lab.eval.quality import calibration_texts, with_pass_keys
+from lab.passkeys import calibration_texts, with_pass_keys
 from tessera.calibration.calibrate import calibrate
 from tessera.calibration.remeasure import measure_again
 from tessera.core.files import DEMO_MODEL, SHIPPED

@@ -4,9 +4,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax._src.pallas.mosaic.error_handling import MosaicError
+from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 from jax.experimental import pallas as pl
 
 from tessera.attention.gpu.warpgroup import ROWS, filled, swizzled
+from tessera.deviceless.programs import attention_call
 
 WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
@@ -200,3 +203,16 @@ def slow():
     import time
 
     time.sleep(600)
+
+
+def lowering_error(program):
+    """Lower an `attention_program` for CUDA with the installed jax; return the error, or None if it lowers.
+
+    This runs the whole Mosaic lowering for Hopper and needs no CUDA compiler.
+    """
+    function, arguments, _ = attention_call(**program["kwargs"])
+    try:
+        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    except (RuntimeError, ValueError, TypeError, AssertionError, LookupError, MosaicError, LoweringError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

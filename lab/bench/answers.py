@@ -7,7 +7,7 @@ reads. Those are the query tile's own tiles, the local tiles before them and the
 from collections.abc import Iterator
 
 from lab.bench.stand import Stand
-from lab.eval.quality import passkey_accuracy, passkey_tasks
+from lab.passkeys import passkey_accuracy, passkey_tasks
 from tessera import generate
 from tessera.core.files import DEMO_MODEL
 from tessera.measure.evidence import How, Record, What

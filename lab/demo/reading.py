@@ -1,8 +1,8 @@
-"""Ask a real model, under each policy, for a chat turn and for facts that a document states.
+"""Ask a model, under each policy, for a chat turn and for facts that a document states.
 
-Every prompt is the document and then a question, in the model's own chat template. A `Reader` prefills the document
-once and reuses its keys for each question, as `tessera chat` does. All prefill calls have the same size, because each
-size needs a program per policy, and 30 unrolled layers take most of a minute to compile on a busy machine.
+Every prompt is the document and then a question, in the model's own chat template, if it has one. A `Reader` prefills
+the document once and reuses its keys for each question, as `tessera chat` does. All prefill calls have the same size,
+because each size needs a program per policy, and 30 unrolled layers take most of a minute to compile on a busy machine.
 """
 
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tessera.core.files import DEMO_MODEL
 from tessera.generate import Model
 from tessera.measure.judge.contenders import plan_policy, without_choice
 from tessera.runtime.answers import Generation
@@ -71,39 +72,32 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Prompts for a real model; the defaults fit the six minutes that `make demo` has on two cores.
+    """What to ask which model; the defaults fit the six minutes that `make demo` has on two cores.
 
-    Attributes:
-        model: name of a fetched model, a GGUF file or a folder.
-        plan: Kascade plan; None uses the model's own plan.
-        document: text file that the questions are about.
-        turn: text of the chat turn, which follows the document in the prompt.
-        turn_tokens: maximum number of tokens in the answer to the chat turn.
-        questions: questions to ask under every policy.
-        answer_tokens: maximum number of tokens per answer.
+    Without a plan, the model's own is used. The chat turn `turn` follows the document in the prompt; None asks none.
     """
 
     model: str | Path = "smollm2"
     plan: Plan | None = None
     document: Path = HERE / "library.txt"
-    turn: str = "In one or two sentences: what is a shelf, according to the text?"
+    turn: str | None = "In one or two sentences: what is a shelf, according to the text?"
     turn_tokens: int = 40
     questions: tuple[Question, ...] = QUESTIONS
     answer_tokens: int = 10
 
 
+OFFLINE = Settings(
+    model=DEMO_MODEL, document=HERE / "document.txt", turn=None, questions=(_ask("the pass key"),), answer_tokens=8
+)
+"""The shipped model, which has not learned to chat and which was trained on this question."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One policy's answers.
+    """One policy's answers: only the chat turn's time to first token includes the document's prefill."""
 
-    Attributes:
-        turn: answer to the chat turn, whose time to first token includes the document's prefill; None for the control.
-        answers: one answer per question. The document's keys are in the cache, so the times to first token exclude the
-            document's prefill.
-    """
-
-    turn: Generation | None
-    answers: tuple[Generation, ...]
+    turn: Generation | None  # None for the control
+    answers: tuple[Generation, ...]  # one per question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,15 +185,18 @@ def _with_prefix(answer: Generation, prefix: Generation) -> Generation:
     )
 
 
-def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:
-    """Encode the chat turn, and each question with the start of its answer; every prompt begins with the document."""
+def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int] | None, list[list[int]]]:
+    """Encode the chat turn, if any, and each question with the start of its answer; all begin with the document."""
 
     def render(said: str, start: str = "") -> list[int]:
-        message = {"role": "user", "content": f"{document.rstrip()}\n\n{said}"}
-        text = model.tokenizer.render_chat([message]) + start
+        text = f"{document.rstrip()}\n\n{said}"
+        if settings.turn is None:
+            return model.tokenizer.encode(f"{text} {start}")
+        text = model.tokenizer.render_chat([{"role": "user", "content": text}]) + start
         return model.tokenizer.encode(text, add_special=False)
 
-    return render(settings.turn), [render(q.text, q.start) for q in settings.questions]
+    turn = None if settings.turn is None else render(settings.turn)
+    return turn, [render(q.text, q.start) for q in settings.questions]
 
 
 def shared(lists: Sequence[Sequence[int]]) -> int:
@@ -213,8 +210,8 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     document = settings.document.read_text(encoding="utf-8")
     expected = tuple(question.expected(document) for question in settings.questions)
     turn, questions = prompts(models["dense"], settings, document)
-    common = shared([turn, *questions])
-    longest = max(len(turn) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
+    common = shared([*([turn] if turn else []), *questions, questions[0][:-1]])  # a prompt's last token is not shared
+    longest = max(len(turn or ()) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
     progress(f"compiling {2 * len(models)} programs of {models['dense'].config.num_layers} layers, once per machine")
     started_s = time.perf_counter()
     readers = {name: Reader(model, num_keys=max(longest, CHUNK)) for name, model in models.items()}
@@ -225,9 +222,9 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     for name, reader in readers.items():
         progress(f"{WORDS[name]}: reading the document, {common:,} tokens")
         started_s = time.perf_counter()
-        reader.hold(turn[:common])
+        reader.hold(questions[0][:common])
         reply = None
-        if name != "control":
+        if turn and name != "control":
             progress(f"{WORDS[name]}: the chat turn")
             reply = reader.answer(turn, settings.turn_tokens, started_s=started_s)
         progress(f"{WORDS[name]}: {len(questions)} questions")

@@ -16,17 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lab.eval import mean_interval, tasks
-from lab.eval.fidelity import fidelity
+from lab.passkeys import passkey_accuracy, passkey_tasks
 from tessera.core import hardware
 from tessera.generate import Model
 from tessera.measure import evidence
 from tessera.measure.evidence import How, Record, What
-from tessera.measure.judge import probes, texts
+from tessera.measure.judge import paired, probes, texts
 from tessera.measure.judge.answers import run_trials
+from tessera.measure.judge.closeness import Pass, closeness, run_text
 from tessera.measure.judge.contenders import plan_policy
-from tessera.runtime.sampling import GREEDY
-from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 
@@ -106,17 +104,12 @@ def run(
     """Measure every contender on text and on questions; append and print a record per measurement.
 
     Args:
-        model: the model; needs a tokenizer and a context of at least `sizes.length` tokens.
-        plan: the caches are measured under dense attention and under this plan, without its cross-over; if None, only
-            under dense attention.
+        plan: without its cross-over; None runs the caches under dense attention only.
         label: the model's name in the records.
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
         text: text for windows and filler; the "reference" domain of `texts` if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
         sizes: amount of work; SHIPPED or REAL if None.
-
-    Raises:
-        ValueError: the model has no tokenizer, or its context is too short.
     """
     if sizes is None:
         sizes = SHIPPED if shipped else REAL
@@ -129,11 +122,11 @@ def run(
     body = texts.reference() if text is None else text
     ids = np.asarray(model.tokenizer.encode(body[: 40 * sizes.windows * sizes.length]), np.int32)
     windows = texts.windows_of(ids, sizes.windows, sizes.length)
-    asked = shipped_questions(body, sizes) if shipped else real_questions(model, body, sizes)
+    asked = shipped_questions(sizes) if shipped else real_questions(model, body, sizes)
     reference = None
     for contender in contenders(model, plan):
         if reference is None:
-            reference = [run_whole(contender.model, window, Dense())[0] for window in windows]
+            reference = [run_text(contender.model, Dense(), window) for window in windows]
             found = []
         else:
             found = [on_text(contender, windows, reference, label, command)]
@@ -144,13 +137,17 @@ def run(
 
 
 def on_text(
-    contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[np.ndarray], label: str, command: str
+    contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[Pass], label: str, command: str
 ) -> Record:
     """Record the KL divergence from dense attention on a float cache: one mean over tokens per window."""
-    found = fidelity(contender.model, contender.model.policy, windows, reference)
-    how = How(iterations=len(found.kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
-    facts = {"agreement": found.agreement, "tokens": found.num_tokens}
-    return _record(contender, "text", found.kl, "nats", how, facts, label, command)
+    model, blocks = contender.model, []
+    for window, dense in zip(windows, reference):
+        ours = run_text(model, model.policy, window)
+        blocks.append(closeness(model, dense.hidden, ours.hidden, window).mean(0))
+    kl, _, _, agreement = np.stack(blocks, axis=1)
+    how = How(iterations=len(kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
+    facts = {"agreement": float(agreement.mean()), "tokens": sum(map(len, windows))}
+    return _record(contender, "text", kl.tolist(), "nats", how, facts, label, command)
 
 
 def on_questions(contender: Contender, asked: Callable[[Model], list[float]], label: str, command: str) -> Record:
@@ -161,7 +158,7 @@ def on_questions(contender: Contender, asked: Callable[[Model], list[float]], la
 
 
 def _record(contender, question, samples, unit, how, facts, label, command) -> Record:
-    low, high = mean_interval(samples)
+    middle = paired.mean(samples)
     what = What(
         op="eval cache",
         kernel=contender.name,
@@ -169,27 +166,24 @@ def _record(contender, question, samples, unit, how, facts, label, command) -> R
         dtype=str(contender.model.params.embed.dtype),
         title=f"{label}, {contender.title}",
     )
-    facts = facts | {"mean": float(np.mean(samples)), "low": low, "high": high, "model": label, "question": question}
+    facts = facts | {
+        "mean": float(np.mean(samples)),
+        "low": middle.low,
+        "high": middle.high,
+        "model": label,
+        "question": question,
+    }
     facts |= {"attention": contender.attention, "cache": contender.cache}
     return evidence.make(what, list(samples), command=command, unit=unit, how=how, facts=facts)
 
 
-def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
-    """Return a function that asks a model the shipped model's questions and returns a score from 0 to 1 for each.
-
-    Each question is about one fact. The facts are hidden at evenly spaced depths, and answers are decoded greedily.
-    """
-    [kind, *_] = tasks.KINDS
+def shipped_questions(sizes: Sizes) -> Callable[[Model], list[float]]:
+    """Return a function that asks a model for pass keys and returns 0 or 1 for each."""
+    asked = passkey_tasks(sizes.documents, sizes.length)
 
     def ask(model: Model) -> list[float]:
-        hay = tasks.Hay(text=text, count=lambda piece: len(model.tokenizer.encode(piece)))
-        scores = []
-        for index in range(sizes.documents):
-            depth = (index + 0.5) / sizes.documents
-            sample = tasks.make(kind, hay, sizes.length, seed=(sizes.length, index), depth=depth)
-            [answer] = model.generate([sample.prompt], max_new_tokens=sample.answer_tokens, **GREEDY)
-            scores.append(float(sample.score(answer.text)))
-        return scores
+        found = passkey_accuracy(model, asked)
+        return [float(index < found.num_right) for index in range(found.num_tasks)]
 
     return ask
 

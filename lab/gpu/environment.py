@@ -10,7 +10,7 @@ import subprocess
 import jax
 
 from lab.gpu.session import Session, on_gpu
-from tessera.deviceless.gpu import targets
+from tessera.deviceless.gpu.compiler import TARGETS
 from tessera.measure.evidence import What
 
 PACKAGES = (
@@ -46,7 +46,7 @@ def compare_target() -> dict:
     from jax._src.lib import xla_client
 
     text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
-    return {"unit": "differing facts", **differences(text, targets.TARGETS["h200"].read_text())}
+    return {"unit": "differing facts", **differences(text, TARGETS["h200"].read_text())}
 
 
 def differences(here: str, shipped: str) -> dict:

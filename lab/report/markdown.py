@@ -129,12 +129,15 @@ RENAMED = {
 
 MOVED = re.compile(
     r"\btessera (?=(?:study|simulate|demo|report|tune)\b|bench --suite|train --recipe|"
-    r"eval --suite (?:demo|study|smoke|cache|real-weights)\b)"
+    r"eval --suite (?:cache|real-weights)\b)"
 )
 """The start of commands that `python -m lab` has today."""
 
-DELETED = ("ablations", "fusions", "memory", "planner")
-"""Studies that were deleted. Their code exists only in the commits that made their records."""
+DELETED = re.compile(
+    r"\b(?:(?:tessera study |tessera\.deviceless\.)(?:ablations|fusions|memory|planner)|"
+    r"tessera eval --suite (?:demo|study))\b"
+)
+"""Commands of deleted studies and suites. Their code exists only in the commits that made their records."""
 
 
 def repeat_with(record: Record) -> str:
@@ -142,7 +145,7 @@ def repeat_with(record: Record) -> str:
 
     For a deleted study, the command first checks out the record's commit, which the same line of a table names.
     """
-    if re.search(rf"\b(?:tessera study |tessera\.deviceless\.)(?:{'|'.join(DELETED)})\b", record.command):
+    if DELETED.search(record.command):
         return f"git checkout COMMIT; {record.command}"
 
     def of_today(found: re.Match) -> str:

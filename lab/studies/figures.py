@@ -17,6 +17,7 @@ from typing import Any
 
 from lab import campaign
 from lab.studies import validation
+from lab.studies.programs import ROOT
 from tessera.attention import work
 from tessera.attention.contract import AttentionSpec
 from tessera.core import files
@@ -153,7 +154,7 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
         "kernel_bytes": (result.found.executions or {}).get(predict.BYTES),
         "needed_bytes": needed if shapes.num_queries == 1 else None,
         "bound_by": result.bound_by,
-        "busy": {unit: round(result.prediction.busy(unit), 3) for unit in result.slots},
+        "busy": {unit: round(s["used"] / (s["capacity"] or 1), 3) for unit, s in result.prediction.slots.items()},
         "kernel": result.kernel,
         "config": result.config,
         "compile_s": result.compile_s,
@@ -181,8 +182,8 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
 
 def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     """Compile the program that chooses key tiles, and predict its time on a chip."""
-    program = factory_program("tessera.deviceless.programs:selection_call", **SELECTIONS[name])
-    found = tpu.compile_for(chip, program, limit_s=limit_s)
+    program = factory_program("lab.studies.programs:selection_call", **SELECTIONS[name])
+    found = tpu.compile_for(chip, program, limit_s=limit_s, paths=[ROOT])
     if found.error is not None:
         return {"error": str(found.error)}
     return {"ms": xla_ms(found.program, chip), "bound_by": "XLA operations", "compile_s": found.compile_s}

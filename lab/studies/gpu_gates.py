@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lab import campaign
+from lab.studies.programs import ROOT, kernels_of
 from tessera.attention.contract import TILES, AttentionSpec, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import prefill as gpu_prefill
@@ -27,7 +28,7 @@ from tessera.deviceless import inspection, programs
 from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import sass
-from tessera.deviceless.gpu.gates import WATCHED, broken_program, hopper_kernels
+from tessera.deviceless.gpu.gates import WATCHED, broken_program
 from tessera.measure import evidence
 
 COMMAND = "python -m lab study gpu-gates; python -m lab study gpu-gates --report"
@@ -99,9 +100,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the program to compile for a case."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
-        return factory_program(
-            "tessera.deviceless.programs:gpu_gradient_call", spec=asdict(spec), shapes=shapes._asdict()
-        )
+        return factory_program("lab.studies.programs:gpu_gradient_call", spec=asdict(spec), shapes=shapes._asdict())
     return attention_program(case["kernel"], spec, shapes, case["config"])
 
 
@@ -115,7 +114,7 @@ def cases() -> Iterator[dict[str, Any]]:
     two masks. `scaled_cases` describes the calls on int8 keys, and `paged_cases` those on paged keys. Calls that a
     kernel refuses are left out. The gradient of dense prefill comes last.
     """
-    found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
+    found = itertools.chain(*itertools.starmap(kernel_cases, product(kernels_of("gpu"), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
 
 
@@ -242,7 +241,7 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
 
 def first_cases() -> Iterator[dict[str, Any]]:
     """Yield the fast subset: each kernel's default blocks at one head dim, dtype, tile and mask."""
-    for kernel in hopper_kernels():
+    for kernel in kernels_of("gpu"):
         case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
         case |= {"mask": "causal", "group": GROUPS[0], "config": None}
         tiles = ({**case, "tile": tile} for tile in reversed(TILES))
@@ -357,7 +356,7 @@ def study(options: Any) -> int:
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0
-    with gpu.Compiler(CHIP, niceness=options.niceness) as compiler:
+    with gpu.Compiler(CHIP, paths=[ROOT]) as compiler:
         for number, case in enumerate(todo[: options.most], start=1):
             result = run(case, compiler, options.limit_s) | code
             found.append(result)

@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from lab import campaign
+from lab.studies.programs import ROOT, kernels_of
 from tessera.attention.contract import AttentionSpec
-from tessera.attention.dispatch import KERNELS
-from tessera.attention.kernel import Kernel
 from tessera.core import files
 from tessera.deviceless import inspection, programs
 from tessera.deviceless.compiler import attention_program, factory_program
@@ -44,7 +43,7 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     prefill comes last.
     """
     names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
-    for chip, kernel in product(chips, tpu_kernels()):
+    for chip, kernel in product(chips, kernels_of("tpu")):
         for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
             for tile in TILES if kernel.role != "dense" else (128,):
                 yield dict(zip(names, (chip, kernel.name, head_dim, dtype, tile, LENGTHS[kernel.phase])))
@@ -56,11 +55,6 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield dict(zip(names, (chip, kernel.name, 128, "bfloat16", 128, length)))
     for chip, head_dim, dtype in product(chips, HEAD_DIMS, ("bfloat16", "float32")):
         yield dict(zip(names, (chip, GRADIENT, head_dim, dtype, 128, LENGTHS["prefill"])))
-
-
-def tpu_kernels() -> tuple[Kernel, ...]:
-    """Return the TPU kernels in the kernel table."""
-    return tuple(kernel for kernel in KERNELS if kernel.platform == "tpu")
 
 
 def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
@@ -82,7 +76,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """
     if case["kernel"] == GRADIENT:
         sizes = {name: case[name] for name in ("length", "head_dim", "dtype")}
-        return factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
+        return factory_program("lab.studies.programs:tpu_gradient_call", **sizes)
     kernel = programs.kernel_named(case["kernel"])
     spec, shapes = inspection.call(
         role=kernel.role,
@@ -147,7 +141,7 @@ def study(options: Any) -> int:
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0
-    with tpu.Compiler(niceness=options.niceness) as compiler:
+    with tpu.Compiler(paths=[ROOT]) as compiler:
         for number, case in enumerate(todo, start=1):
             result = compile_case(case, compiler, options.limit_s) | code
             found.append(result)

@@ -107,16 +107,14 @@ def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Compile a point and return it with its schedule, operations and memory."""
     names = ("q", "k", "v", "is_causal", "return_residuals", "config")
     program = factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
-    paths = [str(Path("peers").resolve())]
-    compiled = tpu.compile_for(
-        point["chip"], program, python=str(PEER_PYTHON), paths=paths, limit_s=limit_s, niceness=15
-    )
+    paths = [str(Path(__file__).parents[1] / "peers")]
+    compiled = tpu.compile_for(point["chip"], program, python=str(PEER_PYTHON), paths=paths, limit_s=limit_s)
     line = {**point, "compile_s": round(compiled.compile_s, 1), "error": str(compiled.error or "") or None}
     for found in compiled.schedules:
         line["regions"] = {r.name: vars(r) | {"slots": dict(r.slots)} for r in found.regions}
         line["vmem_bytes"] = found.vmem_bytes
     line["operations"] = [[o.name, o.opcode, o.bytes, o.cycles] for o in compiled.operations]
-    line["memory"], line["entry"] = dict(compiled.memory), compiled.entry
+    line["memory"] = dict(compiled.memory)
     return line
 
 

@@ -13,7 +13,7 @@ from lab.training.recipes import RECIPES
 
 FLAGS = {
     "bench": "--suite --only --resume --out --peer-python --gate --debug".split(),
-    "eval": "--model -m --plan --weights --suite --text --out --resume --debug".split(),
+    "eval": "--model -m --plan --suite --text --out --resume --debug".split(),
     "report": "--evidence --check --show --debug".split(),
     "study": (),
     "simulate": "--machine --day-hours --minutes --out --debug".split(),
@@ -83,7 +83,7 @@ def test_a_missing_extra_is_named_before_any_work(command, monkeypatch, capsys, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["eval --suite smoke", "bench --suite smoke", "demo", "train --recipe tiny"])
+@pytest.mark.parametrize("command", ["eval --suite cache", "bench --suite smoke", "demo", "train --recipe tiny"])
 def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monkeypatch, capsys):
     """The path lies below a file, where not even root can write."""
     monkeypatch.chdir(tmp_path)

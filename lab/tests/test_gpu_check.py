@@ -13,7 +13,7 @@ from lab.gpu import __main__ as program
 from lab.gpu import calls, check, clock, correct, environment, peers, supervisor, timing, tuning, worker
 from lab.gpu.session import CUT, Scale, Session
 from tessera.core import files
-from tessera.deviceless.gpu import targets
+from tessera.deviceless.gpu.compiler import TARGETS
 from tessera.measure import evidence
 from tessera.measure.evidence import What
 
@@ -286,7 +286,7 @@ def test_a_call_that_does_not_fit_is_left_out_and_says_its_bytes(tmp_path, monke
 
 def test_every_call_fits_an_h200():
     """JAX may use three quarters of memory, which must also hold another copy of K and V in the kernel's layout."""
-    share = 0.75 * float(environment.facts(targets.TARGETS["h200"].read_text())["device_memory_size"])
+    share = 0.75 * float(environment.facts(TARGETS["h200"].read_text())["device_memory_size"])
     largest = max(timing.SETTINGS + tuning.SETTINGS, key=lambda setting: setting.bytes)
     assert (largest.batch, largest.keys) == (64, 131072)
     assert largest.bytes <= timing.MOST_OF_JAX * share

@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpu_subjects import lowering_error
 
 from lab.studies import gpu_figures, gpu_gates
+from lab.studies.programs import ROOT, kernels_of
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.core import hardware
@@ -30,7 +32,7 @@ TESTS = Path(__file__).parents[2] / "tests"
 @pytest.fixture(scope="module")
 def compiler():
     """Start one compiling process for the file's tests, because starting takes longer than most compilations."""
-    with gpu.Compiler("h200", paths=[str(TESTS)]) as found:
+    with gpu.Compiler("h200", paths=[str(TESTS), ROOT]) as found:
         yield found
 
 
@@ -210,7 +212,7 @@ FIRST = {case["kernel"]: case for case in gpu_gates.first_cases()}
 
 
 def test_the_fast_subset_holds_every_kernel():
-    assert set(FIRST) == {kernel.name for kernel in gates.hopper_kernels()}
+    assert set(FIRST) == {kernel.name for kernel in kernels_of("gpu")}
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -219,7 +221,7 @@ def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel, part):
     """Lower every head dim of each kernel, and every mask for at least one kernel; this needs no CUDA compiler."""
     found = list(gpu_gates.spread_cases(FIRST[kernel]))
     for case in found[(part + list(FIRST).index(kernel)) % 2 :: 2]:
-        error = gpu.lower(attention_program(kernel, *gpu_gates.call(case)))
+        error = lowering_error(attention_program(kernel, *gpu_gates.call(case)))
         assert error is None, f"{gpu_gates.identity(case)}: {error}"
 
 
@@ -256,7 +258,7 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
     found = list(gpu_gates.cases())
     assert len({gpu_gates.identity(case) for case in found}) == len(found)
     assert not [case for case in found if not gpu_gates.taken(case)]
-    for kernel in gates.hopper_kernels():
+    for kernel in kernels_of("gpu"):
         mine = [case for case in found if case["kernel"] == kernel.name and not case.get("scaled")]
         assert {case["dtype"] for case in mine} == set(kernel.dtypes)
         assert {case["mask"] for case in mine} == set(gpu_gates.MASKS)
@@ -326,7 +328,7 @@ def test_the_roofline_takes_the_slowest_of_three_bounds():
     assert gpu_inspection.roofline(on, on.flops_per_s, 1.0, 16)[1] == "exponentials"
 
 
-@pytest.mark.parametrize("kernel", gates.hopper_kernels()[:1], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", kernels_of("gpu")[:1], ids=lambda k: k.name)
 def test_inspect_prints_one_json_object(kernel, capsys):
     from tessera.cli import main as cli
 

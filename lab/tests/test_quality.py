@@ -7,7 +7,7 @@ import pytest
 
 import tessera
 from lab.demo.reading import Reader, policies
-from lab.eval.quality import passkey_tasks
+from lab.passkeys import passkey_tasks
 from tessera.core.files import DEMO_MODEL
 from tessera.generate import find_plan
 from tessera.models.files.checkpoint import load_params

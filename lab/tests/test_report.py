@@ -78,12 +78,16 @@ def test_studies_of_before_name_the_command_of_today():
 
 
 def test_a_deleted_study_is_repeated_at_the_commit_of_its_records():
-    from lab.report.markdown import DELETED, repeat_with
+    from lab.report.markdown import repeat_with
 
     [record, *_] = compared()
-    for name in DELETED:
-        for command in (f"python -m tessera.deviceless.{name}, and --report", f"tessera study {name}"):
-            assert repeat_with(replace(record, command=command)) == f"git checkout COMMIT; {command}"
+    commands = [
+        "python -m tessera.deviceless.planner, and --report",
+        "tessera study fusions",
+        "tessera eval --suite study",
+    ]
+    for command in commands:
+        assert repeat_with(replace(record, command=command)) == f"git checkout COMMIT; {command}"
 
 
 def test_speed_table_keeps_a_run_whose_peer_was_not_there():

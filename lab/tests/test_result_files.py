@@ -10,6 +10,7 @@ from lab import campaign
 from lab import commands as cli
 from lab.report import documents as report
 from lab.studies import blocks, figures, gpu_gates, sweep, validation
+from lab.studies.programs import kernels_of
 from tessera.attention import tuned
 from tessera.core import files
 from tessera.deviceless.compiler import out_of_time
@@ -110,7 +111,7 @@ def test_a_sweep_says_of_each_line_what_was_checked_out(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     monkeypatch.setattr(sweep, "compile_case", lambda case, *limits: {**case, "compiled": True, "error": None})
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
-    kernel = sweep.tpu_kernels()[0].name
+    kernel = kernels_of("tpu")[0].name
     assert study(sweep, "--chip", "v5e", "--kernel", kernel, "--out", path) == 0
     assert all(line.items() >= CODE.items() for line in files.read_lines(path))
     made = len(files.read_lines(path))

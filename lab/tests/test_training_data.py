@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.eval import quality
+from lab import passkeys
 from lab.training import data
 from lab.training.data import LIBRARY
 from tessera.measure.judge import library
@@ -54,7 +54,7 @@ def test_what_a_plan_is_calibrated_on_is_nowhere_else(source):
     assert 0.05 < len(calibration) / (len(calibration) + len(source.held_out)) < 0.2
     for name in library.HELD_OUT:  # the demo asks about these files
         assert (Path(os.__file__).parent / name).read_bytes() in source.held_out.tobytes()
-    kept, rows = source.held_out.tobytes(), quality.calibration_texts(1024)
+    kept, rows = source.held_out.tobytes(), passkeys.calibration_texts(1024)
     for row in rows:
         text = bytes(token for token in row if token < 256)
         assert text[300:340] not in kept

@@ -6,9 +6,9 @@ The interpreter must report a race, an error, a wrong value or an endless wait.
 import pytest
 from mutants import ABSENT, EQUIVALENT, GRADIENTS, KINDS, Mutants
 
-from tessera.deviceless.gpu import gates
+from tessera.attention.dispatch import KERNELS as ALL
 
-KERNELS = [*(kernel.name for kernel in gates.hopper_kernels()), *GRADIENTS]
+KERNELS = [*(k.name for k in ALL if k.platform == "gpu" and k.simulable and k.runs_on("9.0")), *GRADIENTS]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The TPU gradient kernel in simulation: masks and shapes, blocks much smaller than the call, NaN in all padding."""
 
 import functools
-from pathlib import Path
 
 import calls
 import jax
@@ -14,9 +13,6 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.xla import prefill as xla_prefill
-from tessera.deviceless.compiler import factory_program
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import predict
 
 DENSE = next(k for k in KERNELS if k.name == "tpu_prefill_dense")
 SMALL = tpu_backward.Config(block_t=128, block_s=256, chunk=128)
@@ -170,27 +166,3 @@ def test_executions_count_every_turn_of_a_small_call():
     live = part.reshape(4, 2, 2).any(2)
     assert per_head["first"] == live.sum()
     assert per_head["fetch_rows"] == live[:, 1].sum()
-
-
-@pytest.mark.parametrize(
-    ("chip", "length", "dim", "dtype"),
-    [
-        ("v5e", 16384, 64, "float32"),
-        pytest.param("v5p", 32768, 128, "bfloat16", marks=pytest.mark.exhaustive),
-        pytest.param("v6e", 16384, 128, "bfloat16", marks=pytest.mark.exhaustive),
-        ("v7x", 32768, 256, "bfloat16"),
-    ],
-)
-def test_compiles_and_keeps_the_matrix_unit_busy(chip, length, dim, dtype):
-    """On the oldest and the newest chip, every scope of the schedule has a count, and the matrix unit is over 85 %
-    busy.
-
-    Slow: the chip's own compiler runs.
-    """
-    program = factory_program("tessera.deviceless.programs:tpu_gradient_call", length=length, head_dim=dim, dtype=dtype)
-    found = tpu.compile_for(chip, program, paths=[str(Path(__file__).parents[1])], limit_s=200)
-    assert found.error is None
-    assert not predict.predict(found, found.executions).assumed
-    [kernel] = found.schedules
-    whole = kernel.region("whole_chunk")
-    assert whole.slots["MXU"] / kernel.capacity["MXU"] / whole.bundles > 0.85

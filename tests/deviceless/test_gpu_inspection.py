@@ -12,8 +12,8 @@ from tessera.cli import main as cli
 from tessera.deviceless import hlo, inspection, programs
 from tessera.deviceless.compiler import CompileError
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.gpu import inspection as gpu_inspection
+from tessera.deviceless.gpu import sass
 
 REPORT = sass.Report(
     kernel="k", registers=168, spill_bytes=(0, 0), stack_bytes=0, shared_bytes=1024, barriers=2, instructions={},
@@ -108,7 +108,7 @@ def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypat
     """The other generation's kernel comes first in the table; the named chip decides, since no GPU is present."""
     plain = next(k for k in dispatch.KERNELS if k.name == "gpu_prefill_dense")
     later = replace(plain, name="gpu_later_dense", capability=Capability(name="10.0 (Blackwell)", least=10.0))
-    for module in (dispatch, inspection, gates, programs):
+    for module in (dispatch, inspection, programs):
         monkeypatch.setattr(module, "KERNELS", (later, *dispatch.KERNELS))
     spec, shapes = AttentionSpec(window=100), Shapes(1, 1024, 1024, 8, 2, 128, None, "bfloat16")
     assert inspection.kernel_for("gpu", "h200", spec, shapes, None, None) is plain
@@ -121,5 +121,3 @@ def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypat
     alone = replace(plain, supports=lambda spec, shapes: "not today")
     monkeypatch.setattr(inspection, "KERNELS", (later, alone))
     assert inspection.refusals("gpu", "h200", spec, shapes).keys() == {later.name, plain.name}
-    assert later not in gates.hopper_kernels()
-    assert plain in gates.hopper_kernels()

@@ -282,12 +282,12 @@ def test_generate_chat_renders_the_template(tiny, capsys):
 
 
 def test_inspect_takes_a_file(tiny):
-    from tessera.deviceless.steps import find_model
+    from tessera.models.files.source import find_config
 
     folder, path = tiny
-    assert find_model(str(path))[0] == find_model(str(folder))[0] == CONFIG
+    assert find_config(str(path))[0] == find_config(str(folder))[0] == CONFIG
     with pytest.raises(ValueError, match="GGUF file"):
-        find_model(str(path.with_name("absent")))
+        find_config(str(path.with_name("absent")))
 
 
 def headers_read(monkeypatch) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from emitters import fast_child
 
-from tessera.deviceless.steps import MODELS as KNOWN
+from tessera.models.catalogue import MODELS as KNOWN
 from tessera.runtime.spread import Sharing
 
 LLAMA_8B = KNOWN["llama-3.1-8b"]

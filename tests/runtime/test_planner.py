@@ -198,7 +198,8 @@ def planned_ms(case, call):
     A prefill step is the prompt's last chunk. Its roofline time is the whole prompt's minus the earlier chunks'.
     """
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
-    types, policy = plan_check.types_of(config, case), recipe(config, case["model"])
+    given = {name: case.get(name) or config.dtype for name in ("weights", "cache")}
+    types, policy = Types(**given, dtype=config.dtype), recipe(config, case["model"])
     moved = plan_check.planned(config, case["chip"], case["devices"], call).cache
     if case["chip"] in plan_check.LAID_OUT_AGAIN:
         kinds = weight_bytes(config, types=types, division=divide(config, case["devices"]))

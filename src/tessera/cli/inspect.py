@@ -162,8 +162,9 @@ class Inspect(Command):
             check_picture(self.picture)
 
     def run_model(self) -> int:
-        from tessera.deviceless import model_inspection, steps
+        from tessera.deviceless import model_inspection
         from tessera.models.files.ends import describe
+        from tessera.models.files.source import find_config
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} cannot be used with --model: drop --model, or name a TPU")
@@ -175,7 +176,7 @@ class Inspect(Command):
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
         call["cache"] = None if self.kv_dtype == "auto" else self.kv_dtype
-        config, source = steps.find_model(self.model)
+        config, source = find_config(self.model)
         if source is not None and not self.json:
             print(describe(source.ends))
         with self.progress(f"one {self.phase} step of {self.model}"):

@@ -26,12 +26,9 @@ LONGEST_TEXT = 500
 def attention_program(
     kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None, **variant: Any
 ) -> dict[str, Any]:
-    """Build the request to compile one call of a kernel of `dispatch.KERNELS`.
-
-    Without `config`, the worker uses the block sizes that dispatch chooses. `variant` holds further arguments of
-    `programs.attention_call`.
-    """
-    return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config, "variant": variant}
+    """Build the request to compile `programs.attention_call` with these arguments; `variant` holds the others."""
+    call = {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config}
+    return factory_program("tessera.deviceless.programs:attention_call", **call, **variant)
 
 
 def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
@@ -45,10 +42,8 @@ class Process(Worker):
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the worker's reply, or {"compiled": False, "error", "stage"} if it gives none.
 
-        The stage is "time" if the worker was killed after `limit_s` seconds, and "compile" if the request crashed it.
-
-        Raises:
-            ValueError: the worker cannot start: it exited before its first answer, and no signal killed it.
+        The stage is "time" if the worker was killed after `limit_s` seconds, and "compile" if the request crashed it. A
+        worker that cannot start raises ValueError.
         """
         try:
             return super().ask(request, limit_s)
@@ -65,12 +60,10 @@ class Process(Worker):
 
 
 def worker(python: str | None = None) -> list[str]:
-    """Return the command that starts a worker in the interpreter `python`; None means this process's interpreter."""
     return [python or sys.executable, "-P", str(WORKER)]
 
 
 def environment(paths: Sequence[str]) -> dict[str, str]:
-    """Build the worker's environment variables: jax runs on the CPU, and `paths` come first in PYTHONPATH."""
     found = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     found["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program taken from the cache leaves no schedule and no report
     if paths:
@@ -83,7 +76,7 @@ TIME = "time"
 
 
 class Meaning(NamedTuple):
-    """One kind of compiler error: messages that match `pattern` have this meaning and this way out."""
+    """Messages of a compiler that match `pattern` have this meaning and this way out."""
 
     kind: str
     pattern: str
@@ -108,10 +101,7 @@ class CompileError(NamedTuple):
 
 
 def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
-    """Return the error with the first meaning whose pattern matches a compiler's message.
-
-    If no pattern matches, the error has the kind "program".
-    """
+    """Return the error with the first meaning whose pattern matches a compiler's message, or of kind "program"."""
     text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
     for kind, pattern, meaning, way_out in meanings:
         if re.search(pattern, text):
@@ -128,23 +118,17 @@ def out_of_time(limit_s: float) -> CompileError:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Result of compiling one program, or the error.
-
-    Attributes:
-        memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
-        about: the further values that the program's factory returned, such as "settings".
-    """
+    """Result of compiling one program, or the error."""
 
     chip: str  # short name ("v6e")
     error: CompileError | None  # None if it compiled
     compile_s: float  # seconds in the compiler; after a failure, seconds of the whole attempt
-    memory: Mapping[str, int] = MappingProxyType({})
-    about: Mapping[str, Any] = MappingProxyType({})
+    memory: Mapping[str, int] = MappingProxyType({})  # bytes on one device: argument, output, temp, alias, ...
+    about: Mapping[str, Any] = MappingProxyType({})  # what else the program's factory returned, such as "settings"
     program: str = ""  # the compiled program's text
 
     @classmethod
     def from_reply(cls, chip: str, reply: Mapping[str, Any], explain: Callable[[str], CompileError]) -> Self:
-        """Convert a worker's reply; `explain` turns the reply's error message into a `CompileError`."""
         if reply["compiled"]:
             found = {name: reply[name] for name in ("compile_s", "memory", "about")}
             return cls(chip=chip, error=None, **found)

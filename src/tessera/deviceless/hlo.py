@@ -26,16 +26,11 @@ COMMUNICATION = frozenset("all-reduce all-gather reduce-scatter collective-permu
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a compiled program.
+    """One operation of a compiled program; names are the compiler's."""
 
-    Attributes:
-        bytes: bytes read from and written to main memory, with the padding of tiles; an upper bound for a fusion that
-            reads only a slice.
-    """
-
-    name: str  # as the compiler writes them
+    name: str
     opcode: str
-    bytes: int
+    bytes: int  # read from and written to main memory, with padding; an upper bound for a fusion that reads a slice
     cycles: int | None  # XLA's estimate of the operation's cycles; None if XLA gives none
 
 
@@ -82,12 +77,9 @@ def kernel_launches(text: str) -> dict[str, int]:
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
     """List the operations of a computation that move data, except Pallas kernels and exchanges between devices.
 
-    Args:
-        text: the compiled program.
-        computation: name of the computation; None is the entry.
-        turns: number of iterations, if the computation is the body of the loop over layers. An array whose first
-            dimension is `turns` then counts as one slice. An operation that takes and returns such an array, of the
-            same type, counts as an in-place update of one slice.
+    Without a name, the computation is the entry. `turns` is the number of iterations, if it is the body of the loop
+    over layers: an array whose first dimension is `turns` then counts as one slice, and an operation that takes and
+    returns such an array, of the same type, counts as an in-place update of one slice.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):
@@ -118,17 +110,6 @@ def operations(text: str, computation: str | None = None, turns: int = 1) -> tup
             )
         )
     return tuple(found)
-
-
-def plain_entry(text: str) -> str:
-    """Format the entry computation with only the parts that set its cost: types, opcodes, operands, cycles."""
-    lines = []
-    for line in entry(text):
-        if match := _INSTRUCTION.match(line):
-            cycles = _CYCLES.search(match["rest"])
-            head = f"{match['name']} = {match['type']} {match['opcode']}({match['operands']})"
-            lines.append(head + (f" cycles={cycles[1]}" if cycles else ""))
-    return "\n".join(lines)
 
 
 def entry(text: str) -> list[str]:

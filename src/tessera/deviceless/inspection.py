@@ -26,12 +26,6 @@ class Inspection:
     `rows`, the `lines` below the table with their styles, and two parts of the picture: `mark` draws the call on the
     roofline and returns the call's time in words, and `fill` draws the bars of the second panel.
 
-    Attributes:
-        refused: name of each of our kernels for the call's role and phase -> why the kernel refuses the call; empty if
-            one of them accepts the call.
-        hbm_bytes: bytes of main memory that the program holds while it runs.
-        flops: work of the call; products that a kernel computes on masked or padded elements do not count.
-        moved_bytes: bytes to and from main memory in one call; a lower bound if nothing is predicted.
     """
 
     KEYS: ClassVar[Sequence[str]]
@@ -42,11 +36,11 @@ class Inspection:
     chip: str = ""
     kernel: str = ""
     config: str = ""
-    refused: Mapping[str, str] = MappingProxyType({})
-    hbm_bytes: int | None = None
+    refused: Mapping[str, str] = MappingProxyType({})  # of `refusals`
+    hbm_bytes: int | None = None  # held while the program runs
     steps: int | None = None
-    flops: float | None = None
-    moved_bytes: float | None = None
+    flops: float | None = None  # without products of masked or padded elements
+    moved_bytes: float | None = None  # a lower bound if nothing is predicted
     percent_of_peak: float | None = None
     bound_by: str | None = None
     compile_s: float | None = None
@@ -126,12 +120,7 @@ def call(
 def kernel_for(
     platform: str, chip: str, spec: AttentionSpec, shapes: Shapes, name: str | None, config: Mapping[str, Any] | None
 ) -> Kernel:
-    """Return the named kernel; without a name, dispatch's first choice among kernels that compile without the chip.
-
-    Raises:
-        ValueError: no kernel runs this call on the platform (the message says why), or `config` does not fit the
-            kernel.
-    """
+    """Return the named kernel; without a name, dispatch's first choice among kernels that compile without the chip."""
     where = {"platform": platform, "capability": hardware.chip(chip).capability}
     if name:
         kernel = programs.kernel_named(name)

@@ -20,7 +20,7 @@ from typing import Any
 from tessera.core.hardware import LINK_BYTES_PER_S
 from tessera.core.memory import format_bytes
 from tessera.core.mesh import MeshShape, check
-from tessera.deviceless import hlo, steps
+from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import fusions, predict
@@ -41,17 +41,7 @@ MESHES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class StepInspection:
-    """One step of a model on a mesh.
-
-    Attributes:
-        timed_out: whether the compiler was stopped at its time limit.
-        hbm_bytes: bytes of main memory held per device; `memory` breaks them down.
-        collectives: (opcode, bytes, where, times per step) of each exchange: the fields of `hlo.Collective`, and how
-            often it runs, None if unknown.
-        parts_ms: part of the predicted time (see the module docstring) -> milliseconds; predicted_ms is the sum.
-        attention: role of a layer ("dense", "score" or "sparse") -> kernel, number of layers with this role,
-            milliseconds of one layer.
-    """
+    """One step of a model on a mesh; bytes and times are of one device."""
 
     compiled: bool
     timed_out: bool = False
@@ -62,10 +52,10 @@ class StepInspection:
     error: str | None = None
     hbm_bytes: int | None = None
     memory: Mapping[str, int] = MappingProxyType({})
-    collectives: tuple[tuple[str, int, str, int | None], ...] = ()
-    predicted_ms: float | None = None
+    collectives: tuple[tuple[str, int, str, int | None], ...] = ()  # `hlo.Collective`, times per step (None: unknown)
+    predicted_ms: float | None = None  # the sum of `parts_ms` (see the module docstring)
     parts_ms: Mapping[str, float] = MappingProxyType({})
-    attention: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    attention: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # role -> kernel, layers, ms of one layer
     tokens_per_s: float | None = None
     compile_s: float | None = None
 
@@ -74,25 +64,15 @@ class StepInspection:
 
 
 def inspect_step(
-    chip: str, model: str, mesh: int, *, config: ModelConfig | None = None, limit_s: float = 600.0, **call: Any
+    chip: str, model: str, mesh: int, *, config: ModelConfig, limit_s: float, **call: Any
 ) -> StepInspection:
-    """Compile a step and predict its time.
+    """Compile a step for `mesh` devices that share every layer, and predict its time.
 
-    Args:
-        chip: "v5e", "v5p", "v6e" or "v7x".
-        model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
-        mesh: number of devices that share every layer.
-        config: the model's config, if the caller has read it.
-        limit_s: maximum seconds for the compiler.
-        call: phase, batch, length, queries, attention, tile, query_tile, fraction, weights, cache (see
-            `steps.model_step`).
-
-    Raises:
-        ValueError: the chip has no mesh of this size, or the model cannot be divided among its devices.
+    `model` is as in `find_config`, and `call` holds the other arguments of `steps.model_step`. A model that cannot be
+    divided among the devices raises ValueError.
     """
     if mesh not in MESHES[chip]:
         raise ValueError(f"--mesh {mesh} must be one of {', '.join(map(str, MESHES[chip]))} on {chip}")
-    config = steps.find_model(model)[0] if config is None else config
     if config.num_kv_heads % mesh:
         raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
     check(MeshShape(mesh, 1), split_sizes(config), mesh)
@@ -129,7 +109,7 @@ def inspect_step(
 
 
 def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
-    """Predict the time of attention: role -> kernel, number of layers, milliseconds of one layer on one device."""
+    """Return `StepInspection.attention`."""
     kernels = {}
     for role, layers in found.about["roles"].items():
         figures = found.about["calls"][role]
@@ -141,11 +121,10 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
-    """Predict the milliseconds of all operations outside the attention kernels.
+    """Predict the milliseconds of all operations outside the attention kernels, in the module docstring's two parts.
 
-    The result has two parts, "memory" and "computing beyond memory", which the module docstring explains. Operations in
-    the program's entry run once. Operations in the loop over layers run once per layer. Operations in loops inside the
-    loop over layers, such as the loops of tile selection, are left out.
+    Operations in the program's entry run once, those in the loop over layers once per layer. Loops inside that loop,
+    such as those of tile selection, are left out.
     """
     on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share

@@ -27,12 +27,12 @@ LAID_OUT_AGAIN = frozenset({"v7x"})
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Planned bytes of one step on one device, and the compiler's result."""
+    """One step's memory on one device, as planned and as compiled."""
 
     call: Mapping[str, Any]  # the step, as arguments of `inspect_step`
-    planned: Footprint  # planned bytes, by part
-    fits: bool  # whether the step fits in the device's memory, according to the planner
-    found: StepInspection  # the compiler's result
+    planned: Footprint
+    fits: bool  # by the planner
+    found: StepInspection
 
     @property
     def refused(self) -> bool:
@@ -41,12 +41,11 @@ class Check:
 
     @property
     def error(self) -> float | None:
-        """Relative error (planned - compiled) / compiled; None if the step did not compile."""
+        """(planned - compiled) / compiled; None if the step did not compile."""
         held = self.found.hbm_bytes
         return (self.planned.total - held) / held if self.found.compiled else None
 
     def line(self) -> str:
-        """Return one line with the planned memory and the compiled memory, or the compiler's error."""
         what = f"{self.call['attention']} {self.call['phase']}: planned {format_bytes(self.planned.total)}"
         if not self.found.compiled:
             return f"{what}; the compiler: {self.found.error}"
@@ -65,7 +64,6 @@ class Check:
 
 
 def require_compiler(q: Question) -> None:
-    """Raise ValueError if --compile does not support the question's chip or number of devices."""
     if q.chip not in MESHES:
         raise ValueError(f"--compile supports the chips {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
     if q.devices not in MESHES[q.chip]:
@@ -78,26 +76,14 @@ def require_compiler(q: Question) -> None:
         )
 
 
-def types_of(config: ModelConfig, call: Mapping[str, Any]) -> Types:
-    given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
-    return Types(**given, dtype=config.dtype)
-
-
 def planned(config: ModelConfig, chip: str, devices: int, call: Mapping[str, Any]) -> Footprint:
-    types = types_of(config, call)
+    given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
     rows = 1 if call["phase"] == "decode" else call["queries"]
     load = Load(batch=call["batch"], num_keys=call["length"], rows=rows, stacked=True)
-    found = footprint(config, load, types=types, division=divide(config, devices))
+    found = footprint(config, load, types=Types(**given, dtype=config.dtype), division=divide(config, devices))
     if chip in LAID_OUT_AGAIN:
         found = replace(found, copies=found.copies + found.attention + found.mlp)
     return found
-
-
-def check_step(config: ModelConfig, model: str, chip: str, devices: int, *, limit_s: float, **call: Any) -> Check:
-    """Compile one step and compare its memory with the plan; `model` is as in `steps.find_model`."""
-    mine = planned(config, chip, devices, call)
-    found = model_inspection.inspect_step(chip, model, devices, config=config, limit_s=limit_s, **call)
-    return Check(call=call, planned=mine, fits=fits(mine, USABLE_BYTES[chip]), found=found)
 
 
 def check(q: Question, model: str, *, limit_s: float) -> tuple[Check, ...]:
@@ -106,8 +92,10 @@ def check(q: Question, model: str, *, limit_s: float) -> tuple[Check, ...]:
     rows = min(q.chunk, round_up(q.length, policy.query_tile), length)
     call = {"batch": q.batch, "length": length, "queries": rows, "tile": policy.tile, "query_tile": policy.query_tile}
     call |= {"fraction": policy.fraction}
-    steps = (("decode", "dense"), ("prefill", "kascade"))
-    return tuple(
-        check_step(q.config, model, q.chip, q.devices, limit_s=limit_s, phase=phase, attention=attention, **call)
-        for phase, attention in steps
-    )
+    checks = []
+    for phase, attention in (("decode", "dense"), ("prefill", "kascade")):
+        step = call | {"phase": phase, "attention": attention}
+        mine = planned(q.config, q.chip, q.devices, step)
+        found = model_inspection.inspect_step(q.chip, model, q.devices, config=q.config, limit_s=limit_s, **step)
+        checks.append(Check(call=step, planned=mine, fits=fits(mine, USABLE_BYTES[q.chip]), found=found))
+    return tuple(checks)

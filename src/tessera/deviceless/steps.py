@@ -20,36 +20,14 @@ from tessera.attention.parallel import AXIS
 from tessera.attention.selection import capacity_for
 from tessera.core.mesh import MeshShape, build
 from tessera.models.cache import init_cache
-from tessera.models.catalogue import MODELS
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.files.source import Source, open_source
-from tessera.models.weights import abstract_params, device_bytes
+from tessera.models.files.source import find_config
+from tessera.models.weights import abstract_params
 from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-
-
-def find_model(model: str) -> tuple[ModelConfig, Source | None]:
-    """Return a model's config and its files: a Hugging Face folder or a GGUF file. A model in MODELS has no files."""
-    if model in MODELS:
-        return MODELS[model], None
-    source = open_source(model)
-    if not source.described.is_file():
-        raise ValueError(
-            f"--model {model} must be one of {', '.join(MODELS)}, a folder with a config.json, or a GGUF file"
-        )
-    return source.config, source
-
-
-def policy_of(
-    model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
-) -> Policy:
-    """Return the dense policy, or Kascade with the settings of its paper (see `roofline.recipe`)."""
-    if attention == "dense":
-        return Dense()
-    return recipe(config, model, tile=tile, query_tile=query_tile, fraction=fraction)
 
 
 def model_step(
@@ -64,29 +42,28 @@ def model_step(
     query_tile: int,
     fraction: float,
     devices: Any,
-    stacked: bool = True,
     weights: str | None = None,
     cache: str | None = None,
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
 
-    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. If `stacked`,
-    the layers run under a scan, which compiles fast; otherwise they are unrolled, as in a model from `tessera.load`.
-    `weights` and `cache` are the types of the weight matrices and of the cache, with the same values as in
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Its layers run
+    under a scan, which compiles fast; in a model from `tessera.load` they are unrolled.
+    `attention` is "dense" or, for Kascade by its paper, "kascade"; `weights` and `cache` are types, as in
     `tessera.load`.
     """
-    config, _ = find_model(model)
+    config, _ = find_config(model)
     mesh = build(MeshShape(len(devices), 1), devices)
-    policy = policy_of(model, config, attention=attention, tile=tile, query_tile=query_tile, fraction=fraction)
+    sizes = {"tile": tile, "query_tile": query_tile, "fraction": fraction}
+    policy = Dense() if attention == "dense" else recipe(config, model, **sizes)
     rows = 1 if phase == "decode" else queries
 
     def place(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     dtype = cache or config.dtype
-    empty = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=dtype, stacked=stacked))
-    by_head = (None, None, AXIS) if stacked else (None, AXIS)
-    held = jax.tree.map(lambda x: place(x.shape, x.dtype, *by_head), empty)
+    empty = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=dtype, stacked=True))
+    held = jax.tree.map(lambda x: place(x.shape, x.dtype, None, None, AXIS), empty)
     whole = NamedSharding(mesh, P())
 
     def step(params, cache, tokens_BT, positions):
@@ -96,10 +73,10 @@ def model_step(
     function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, held), whole))
     tokens = place((batch, rows), jnp.int32)
     positions = Positions(*[place((batch,), jnp.int32)] * 3)
-    params = abstract_params(config, mesh, stacked=stacked, weight_format=weights)
+    params = abstract_params(config, mesh, stacked=True, weight_format=weights)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
                    config.head_dim, None, config.dtype)._replace(scaled=cache == "int8")  # fmt: skip
-    about = {"roles": roles(policy, config), "weight_bytes": device_bytes(params)}
+    about = {"roles": roles(policy, config)}
     about["calls"] = {role: attention_figures(role, policy, config, shape) for role in about["roles"]}
     return function, (params, held, tokens, positions), about
 

@@ -4,10 +4,10 @@ The process reads JSON requests from standard input, one per line, and answers e
 output. Run as a file (`python -P worker.py`), it needs only jax and the compiler. It can therefore compile the kernels
 of other libraries in environments without tessera. The caller sets the environment variables that the compilers read.
 
-A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
-"module:function" with JSON keyword arguments. The factory returns (function, abstract arguments), and optionally a
-mapping to send back in the reply, with keys such as "settings". If the factory has a parameter `devices`, it gets the
-first devices of the topology, as many as the request says, and must return arguments with shardings.
+A request names a factory "module:function" with JSON keyword arguments. The factory returns (function, abstract
+arguments), and optionally a mapping to send back in the reply, with keys such as "settings". If it has a parameter
+`devices`, it gets the first devices of the topology, as many as the request says, and must return arguments with
+shardings.
 
 A request also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration. A "cuda"
 request also names the file `report` for the compiler's report on every kernel. The program's text goes to the folder
@@ -32,7 +32,6 @@ DUMP_TO = "MOSAIC_GPU_DUMP_TO"
 
 
 def pallas_errors(platform: str) -> tuple[type[Exception], ...]:
-    """Return the errors of Pallas' own lowering, which are not among `ERRORS`."""
     from jax._src.pallas.mosaic.error_handling import MosaicError
 
     if platform == "tpu":
@@ -60,7 +59,6 @@ def follow(parent: int) -> None:
 
 
 def answer(request: dict) -> dict:
-    """Lower and compile the requested program; return the result, or the error of the compiler or the program."""
     import jax
 
     jax.clear_caches()  # hundreds of programs would fill the memory, and a cached program leaves no report
@@ -86,7 +84,6 @@ def answer(request: dict) -> dict:
 
 
 def find_devices(request: dict) -> list:
-    """Return the devices to compile for."""
     from jax.experimental import topologies
 
     if request["platform"] == "tpu":
@@ -99,11 +96,7 @@ def find_devices(request: dict) -> list:
 
 
 def find_tools() -> None:
-    """Tell the compiler where ptxas and nvdisasm are: NVIDIA's wheels put both into nvidia/cu13/bin.
-
-    Raises:
-        FileNotFoundError: neither the wheels nor a CUDA installation that JAX finds has both programs.
-    """
+    """Tell the compiler where ptxas and nvdisasm are: NVIDIA's wheels put both into nvidia/cu13/bin."""
     import jax.experimental.mosaic.gpu.core  # noqa: F401  sets the variable from what JAX finds
 
     places = [Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])]
@@ -157,9 +150,9 @@ def on_mesh(arguments):
 
 
 def jit(function):
-    """Return the jitted function; a function that is already jitted keeps its donated arguments and shardings."""
     import jax
 
+    # A function that is already jitted keeps its donated arguments and shardings.
     return function if hasattr(function, "trace") else jax.jit(function)
 
 
@@ -167,16 +160,10 @@ def build(request: dict, devices) -> tuple:
     """Return (function, abstract arguments placed on the devices, the factory's mapping for the reply or {})."""
     import jax
 
-    if "kernel" in request:
-        from tessera.deviceless.programs import attention_call
-
-        call = {k: request.get(k) for k in ("kernel", "spec", "shapes", "config")}
-        made = attention_call(**call, **request.get("variant", {}))
-    else:
-        module, _, name = request["factory"].partition(":")
-        factory = getattr(importlib.import_module(module), name)
-        extra = {"devices": devices} if "devices" in inspect.signature(factory).parameters else {}
-        made = factory(**request.get("kwargs", {}), **extra)
+    module, _, name = request["factory"].partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    extra = {"devices": devices} if "devices" in inspect.signature(factory).parameters else {}
+    made = factory(**request.get("kwargs", {}), **extra)
     function, arguments, about = made if len(made) == 3 else (*made, {})
     one = jax.sharding.SingleDeviceSharding(devices[0])
 

@@ -1,10 +1,8 @@
 """Compile to machine code for NVIDIA GPUs that this machine lacks, with the real compiler, in a separate process.
 
-`lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
-with ptxas, under a time limit, and reads the compiler's report on every kernel. `Compiler` does the same for one
-program after another. `compile_for` and `Compiler` need the extra "deviceless" (jax's CUDA plug-in, ptxas and
-nvdisasm), but no driver and no GPU. A compiler error is not raised: `Compiled.error` holds the failure, its meaning and
-the way out.
+ptxas makes the machine code, and `sass` reads its report on every kernel. This needs the extra "deviceless" (jax's CUDA
+plug-in, ptxas and nvdisasm), but no driver and no GPU. A compiler error is not raised: `Compiled.error` holds the
+failure, its meaning and the way out.
 """
 
 import re
@@ -13,17 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-
-import jax
-from jax._src.pallas.mosaic.error_handling import MosaicError
-from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 
 from tessera.deviceless import compiler
 from tessera.deviceless.compiler import INSTALL, CompileError, Meaning, Process, classify, worker
 from tessera.deviceless.gpu import sass
-from tessera.deviceless.gpu.targets import TARGETS
-from tessera.deviceless.programs import attention_call
+
+TARGETS = MappingProxyType({"h200": Path(__file__).with_name("h200.txtpb")})
+"""Chip -> its target configuration, a text file."""
 
 MEANINGS: tuple[Meaning, ...] = (
     Meaning(
@@ -73,20 +69,6 @@ class Compiled(compiler.Compiled):
     kernels: tuple[sass.Report, ...] = ()  # reports on the program's Mosaic kernels, in order of compilation
 
 
-def lower(program: Mapping[str, Any]) -> CompileError | None:
-    """Lower an attention call for CUDA with the installed jax; return the error, or None if it lowers.
-
-    Args:
-        program: from `attention_program`.
-    """
-    try:
-        function, arguments, _ = attention_call(**{k: program[k] for k in ("kernel", "spec", "shapes", "config")})
-        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    except (RuntimeError, ValueError, TypeError, AssertionError, LookupError, MosaicError, LoweringError) as error:
-        return explain(f"{type(error).__name__}: {error}")
-    return None
-
-
 def compile_for(chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0, **process: Any) -> Compiled:
     """Compile one program for a chip in a separate process; see `Compiler`."""
     with Compiler(chip, **process) as compiler:
@@ -96,28 +78,17 @@ def compile_for(chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0
 class Compiler(Process):
     """A process that compiles one program after another; a timeout kills it, and the next program restarts it.
 
-    Args:
-        chip: "h200".
-        python: interpreter that compiles; None is the interpreter of this process.
-        paths: folders to add to the import path of the compiling process.
-        niceness: added to this process's niceness for the compiling process.
-
-    Raises:
-        ValueError: the chip is unknown.
+    `python` (default: this interpreter) compiles, and `paths` join its import path.
     """
 
-    def __init__(self, chip: str, *, python: str | None = None, paths: Sequence[str] = (), niceness: int = 0):
+    def __init__(self, chip: str, *, python: str | None = None, paths: Sequence[str] = ()):
         if chip not in TARGETS:
             raise ValueError(f"{chip=} must be one of {', '.join(TARGETS)}")
         self.chip, self._target = chip, TARGETS[chip].read_text()
-        super().__init__(worker(python), environment(paths), niceness)
+        super().__init__(worker(python), environment(paths))
 
     def compile(self, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
-        """Compile a program from `attention_program` or `factory_program`.
-
-        Args:
-            limit_s: seconds before the process is killed; the error's kind is then "time".
-        """
+        """Compile a program from `attention_program` or `factory_program`, in at most `limit_s` seconds."""
         request = {**program, "platform": "cuda", "target": self._target}
         with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
             paths = {"dump": folder, "report": str(Path(folder, sass.COMPILER))}
@@ -149,5 +120,5 @@ def explain(text: str, *, stage: str = "lower", said: str = "") -> CompileError:
 
 
 def plain(program: str) -> str:
-    """Strip the kernels' serialised code from a program's text."""
+    """Strip the kernels' serialised code, which is most of a program's text."""
     return re.sub(r"backend_config=\{kernel_hash.*", "...", program)

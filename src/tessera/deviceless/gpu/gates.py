@@ -6,13 +6,10 @@ wait for them (LDGDEPBAR, DEPBAR). At least one kernel of the call must multiply
 least one must load by the copy engine (UTMALDG) or 16 bytes per thread (LDGSTS.128).
 """
 
-from tessera.attention.dispatch import KERNELS
-from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.deviceless.gpu import sass
 
-CHIP = hardware.chip("h200")
-SHARED_BYTES = CHIP.on_chip_bytes
+SHARED_BYTES = hardware.chip("h200").on_chip_bytes
 WATCHED = (
     "HGMMA UTMALDG UTMASTG LDGSTS LDGSTS.128 LDGDEPBAR DEPBAR LDL STL LDG STG LDS STS LDSM STSM BAR SYNCS MUFU FFMA "
     "FMUL FADD FMNMX SHFL WARPGROUP"
@@ -21,7 +18,7 @@ WATCHED = (
 
 
 def broken(report: sass.Report) -> list[str]:
-    """List the gates that one kernel breaks, with evidence from its report; empty if the kernel passes."""
+    """List the gates that one kernel breaks, with evidence from its report."""
     found = []
     if any(report.spill_bytes) or report.stack_bytes:
         found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
@@ -58,9 +55,3 @@ def unawaited(report: sass.Report) -> str | None:
     if not has("LDGSTS") or (has("LDGDEPBAR") and waits > 0):
         return None
     return f"{report.kernel}: its copies by LDGSTS are not waited for: LDGDEPBAR or DEPBAR is missing"
-
-
-def hopper_kernels() -> tuple[Kernel, ...]:
-    """List the kernels of `dispatch.KERNELS` that run on Hopper and compile without a GPU: only these have gates."""
-    ours = (kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.simulable)
-    return tuple(kernel for kernel in ours if kernel.runs_on(CHIP.capability))

@@ -42,20 +42,9 @@ FLOAT32 = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(inspection.Inspection):
-    """One call on one GPU.
+    """One call on one GPU; registers, spills and shared memory are the maximum over the call's kernels.
 
-    Attributes:
-        dispatched: kernel that dispatch chooses for the call on a GPU; may be cuDNN's, which compiles only on a GPU.
-        registers: registers per thread at launch, maximum over the call's kernels.
-        spill_bytes: bytes of register spills per thread, stores and loads together, maximum over the call's kernels.
-        shared_bytes: bytes of shared memory per thread block, maximum over the call's kernels.
-        temp_bytes: bytes of global memory that hold neither arguments nor results.
-        steps: thread blocks of all launches of a call together; None if unknown.
-        launches: kernel -> launches per call, for kernels whose launches can be counted.
-        instructions: instruction -> occurrences (not executions) in the code of all the call's kernels.
-        gates: the gates that the code breaks (see `gpu.gates`), empty if none; None if the call has no kernel of ours.
-        roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
-        percent_of_peak: rate at the roofline, in percent of the chip's nominal rate.
+    `steps` counts the thread blocks of all launches; None if unknown.
     """
 
     KEYS = (
@@ -63,21 +52,21 @@ class Inspection(inspection.Inspection):
         "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
     ).split()
 
-    dispatched: str = ""
-    registers: int | None = None
-    spill_bytes: int | None = None
-    shared_bytes: int | None = None
-    temp_bytes: int | None = None
-    launches: Mapping[str, int] = MappingProxyType({})
-    instructions: Mapping[str, int] = MappingProxyType({})
-    gates: tuple[str, ...] | None = None
+    dispatched: str = ""  # dispatch's choice on a GPU; may be cuDNN's, which compiles only there
+    registers: int | None = None  # per thread at launch
+    spill_bytes: int | None = None  # per thread, stores and loads together
+    shared_bytes: int | None = None  # per thread block
+    temp_bytes: int | None = None  # of global memory, for neither arguments nor results
+    launches: Mapping[str, int] = MappingProxyType({})  # kernel -> launches per call, if they can be counted
+    instructions: Mapping[str, int] = MappingProxyType({})  # -> occurrences, not executions, in all kernels
+    gates: tuple[str, ...] | None = None  # those that the code breaks; None if the call has no kernel of ours
     roofline_ms: float | None = None
     roofline_tflops: float | None = None
     peak: Ceilings | None = None
 
     @property
     def panels(self) -> int:
-        """Number of panels in the picture: 1 if the call has no kernel of ours, since XLA's own code is not read."""
+        """Panels of the picture: XLA's own code is not read, so a call without our kernels has no second one."""
         return 2 if self.found.kernels else 1
 
     def rows(self) -> dict[str, str]:
@@ -121,27 +110,17 @@ def inspect_call(
     kernel: str | None = None,
     config: Mapping[str, Any] | None = None,
     limit_s: float = 300.0,
-    **where: Any,
 ) -> Inspection:
     """Compile one attention call and bound its time.
 
-    Args:
-        chip: "h200".
-        spec, shapes: what the call computes, and the sizes of its arrays.
-        kernel: name of the kernel; None uses the first that dispatch would choose on a GPU, cuDNN's left out.
-        config: the kernel's block sizes; None uses the kernel's default for this call.
-        limit_s: maximum seconds for the compiler.
-        where: arguments of `gpu.compiler.Compiler`: `python`, `paths`, `niceness`.
-
-    Raises:
-        ValueError: no kernel runs this call on a GPU (the message says why), or `config` does not fit the kernel.
+    `kernel` and `config` are as for `inspection.kernel_for`; without a config, the kernel uses its default.
     """
     chosen = inspection.kernel_for("gpu", chip, spec, shapes, kernel, config)
     if error := overfull(chip, least_bytes(shapes)):  # checked first, since compiling the call would take minutes
         found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
     else:
         program = attention_program(chosen.name, spec, shapes, config)
-        found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
+        found = gpu.compile_for(chip, program, limit_s=limit_s)
         found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
     about = inspection.facts("gpu", chosen, spec, shapes, config, found)
     result = Inspection(
@@ -169,7 +148,7 @@ def overfull(chip: str, held: int) -> CompileError | None:
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:
-    """Return the fields of `Inspection` that need a compiled call: numbers from the kernels' code, and the roofline."""
+    """Return the fields of `Inspection` that need a compiled call."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)
@@ -198,7 +177,6 @@ def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Comp
 
 
 def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
-    """Sum the thread blocks of all launches; None without kernels, or if a kernel's blocks or launches are unknown."""
     known = reports and all(r.blocks is not None and r.kernel in launches for r in reports)
     return sum(launches[r.kernel] * r.blocks for r in reports) if known else None
 
@@ -235,7 +213,6 @@ def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[f
 
 
 def verdict(gates: tuple[str, ...] | None) -> str:
-    """Summarise the broken gates in a few words; `gates` is None if no gate applies."""
     if gates is None:
         return "none apply"
     return f"{len(gates)} broken" if gates else "passed"

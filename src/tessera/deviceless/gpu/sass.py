@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 COMPILER = "compiler.txt"
@@ -28,38 +29,26 @@ _BARRIERS = re.compile(r"num_barriers=(\d+)[^()]*\): (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One compiled kernel.
+    """One compiled kernel."""
 
-    Attributes:
-        instructions: operation (HGMMA, UTMALDG, ...) -> occurrences in the code; those in WIDE also by width, as in
-            "LDGSTS.128".
-        blocks, threads: number of thread blocks in the grid and of threads in a block; None if the lowering does not
-            state them.
-    """
-
-    kernel: str  # the kernel's name
+    kernel: str
     registers: int  # registers per thread at launch; warpgroups redistribute them with set_max_registers
     spill_bytes: tuple[int, int]  # bytes per thread of (stores, loads) of spilled registers
     stack_bytes: int  # bytes of local memory per thread
     shared_bytes: int  # bytes of shared memory per thread block: static memory, buffers and barriers
     barriers: int  # number of barriers (mbarrier) in shared memory
-    instructions: Mapping[str, int]
+    instructions: Mapping[str, int]  # HGMMA, UTMALDG, ... -> occurrences in the code; those in WIDE also by width
     local: tuple[str, ...]  # the lines of code that access local memory
     report: str  # ptxas' text about the kernel
-    blocks: int | None = None
-    threads: int | None = None
+    blocks: int | None = None  # in the grid; None if the lowering does not state it
+    threads: int | None = None  # in a block
 
     def line(self, pattern: str) -> str:
-        """Return the first line of ptxas' report that matches the pattern, or "no such line"."""
         return next((line.strip() for line in self.report.splitlines() if re.search(pattern, line)), "no such line")
 
 
 def read(folder: Path) -> tuple[Report, ...]:
-    """Read the reports on all kernels whose files are in the folder.
-
-    Raises:
-        ValueError: a kernel was compiled but not disassembled.
-    """
+    """Read the reports on all kernels whose files are in the folder."""
     text = (folder / COMPILER).read_text()
     asked: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.resources.txt"), key=lambda path: int(_NUMBER.search(path.name)[1])):
@@ -143,11 +132,4 @@ def _launch(resources: Path) -> tuple[int, int] | None:
     if found is None:
         return None
     blocks, threads = (re.findall(r"= %c(\d+)", sizes) for sizes in found.groups())
-    return _product(blocks), _product(threads)
-
-
-def _product(sizes: list[str]) -> int:
-    total = 1
-    for size in sizes:
-        total *= int(size)
-    return total
+    return prod(map(int, blocks)), prod(map(int, threads))

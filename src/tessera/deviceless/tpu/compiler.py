@@ -65,16 +65,11 @@ MEANINGS: tuple[Meaning, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(compiler.Compiled):
-    """Result of compiling one program for a TPU, or the error.
-
-    Attributes:
-        fusions: schedules of XLA's operations by name, if `compile_for` was asked for them.
-    """
+    """Result of compiling one program for a TPU, or the error."""
 
     schedules: tuple[schedule.Schedule, ...] = ()  # schedules of the program's Pallas kernels
     operations: tuple[hlo.Operation, ...] = ()  # operations around the kernels that move data, with their bytes
-    entry: str = ""  # the program's entry computation, without attributes
-    fusions: Mapping[str, xla.Fusion] = MappingProxyType({})
+    fusions: Mapping[str, xla.Fusion] = MappingProxyType({})  # if `compile_for` was asked for them
 
     @property
     def executions(self) -> Mapping[str, float] | None:
@@ -91,54 +86,43 @@ def compile_for(
     limit_s: float = 300.0,
     python: str | None = None,
     paths: Sequence[str] = (),
-    niceness: int = 0,
     with_fusions: bool = False,
 ) -> Compiled:
-    """Compile a program for a chip in a separate process.
+    """Compile a program from `attention_program` or `factory_program` in a separate process.
 
     Args:
-        chip: "v5e", "v5p", "v6e" or "v7x".
-        program: from `attention_program` or `factory_program`.
         topology: the topology to compile for; None is the chip's smallest.
         devices: number of the topology's devices to pass to a factory that takes `devices`.
-        limit_s: seconds before the process is killed; the error's kind is then "time".
         python: interpreter that compiles; None is the interpreter of this process. It needs jax and libtpu, and tessera
             only for a program that imports tessera.
         paths: folders to add to the import path of the compiling process.
-        niceness: added to this process's niceness for the compiling process.
         with_fusions: also read the schedules of XLA's operations, which are most of the dump.
-
-    Raises:
-        ValueError: the chip is unknown, or the compiling process cannot start.
     """
     request = {**program, "platform": "tpu", "topology": topology or topology_of(chip), "devices": devices}
     with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
-        with Process(worker(python), environment(folder, paths), niceness) as process:
+        with Process(worker(python), environment(folder, paths)) as process:
             found = Compiled.from_reply(chip, process.ask({**request, "dump": folder}, limit_s), explain)
         if found.error is not None:
             return found
-        text = (Path(folder) / "program.hlo").read_text()
+        text, on = (Path(folder) / "program.hlo").read_text(), hardware.chip(chip)
         return replace(
             found,
             schedules=schedule.read(Path(folder), hlo.kernel_names(text)),
             operations=hlo.operations(text),
-            entry=hlo.plain_entry(text),
-            fusions=xla.read(Path(folder), text, cores_of(chip)) if with_fusions else {},
+            fusions=xla.read(Path(folder), text, on.cores // on.devices) if with_fusions else {},
             program=text,
         )
 
 
 class Compiler(Process):
-    """A process that compiles one program after another, for any TPU.
+    """A process that compiles one program after another, for any TPU; a timeout kills it, and the next restarts it.
 
-    A timeout kills the process, and the next program restarts it.
-
-    Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
-    compiler writes all schedules of a process to one folder, and writing them takes a third of the compile time.
+    It returns no schedule and no program text: the compiler writes all schedules of a process to one folder, and
+    writing them takes a third of the compile time.
     """
 
-    def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
-        super().__init__(worker(), environment(None, paths), niceness)
+    def __init__(self, *, paths: Sequence[str] = ()):
+        super().__init__(worker(), environment(None, paths))
 
     def compile(self, chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
         """Compile a program from `attention_program` or `factory_program`; see `compile_for`."""
@@ -147,21 +131,13 @@ class Compiler(Process):
 
 
 def topology_of(chip: str) -> str:
-    """Return the smallest topology of a chip.
-
-    Raises:
-        ValueError: the chip is unknown.
-    """
     if chip not in TOPOLOGIES:
         raise ValueError(f"{chip=} must be one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[chip]
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the compiling process's environment, in which libtpu looks for no chip.
-
-    If `folder` is given, libtpu writes schedules to it.
-    """
+    """Build an environment in which libtpu looks for no chip and writes schedules to `folder`, if it is given."""
     return compiler.environment(paths) | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -173,18 +149,8 @@ def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[st
 
 
 def explain(text: str) -> CompileError:
-    """Classify a compiler's message and find the way out."""
     text = " ".join(text.split())
     if re.search(r"TPU support not installed|No module named", text):
         return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", INSTALL)
     named = re.search(r"(?i)memory space (smem|vmem|hbm)\b", text[:LONGEST_TEXT])
     return classify(text, [m for m in MEANINGS if m.kind == named[1].upper()] if named else MEANINGS)
-
-
-def cores_of(chip: str) -> int:
-    found = hardware.chip(chip)
-    return found.cores // found.devices
-
-
-def clock_hz(chip: str) -> float:
-    return hardware.chip(chip).clock_hz

@@ -10,7 +10,7 @@ implements by copies alone, and scalar code between operations, have no schedule
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,28 +27,18 @@ _PROGRAM = re.compile(r"^(TLP|<.*>)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """One operation's schedule.
+    """One operation's schedule."""
 
-    Attributes:
-        name: as the compiler writes it in the program's text.
-        blocks: number of blocks that one core processes.
-        cycles: cycles of the whole operation.
-        loops: number of loops inside a block, each of which counts as one iteration.
-    """
-
-    name: str
-    blocks: int
-    cycles: int
-    loops: int
+    name: str  # as the compiler writes it in the program's text
+    blocks: int  # of one core
+    cycles: int  # of the whole operation
+    loops: int  # inside a block, each of which counts as one iteration
 
 
 def read(folder: Path, text: str, cores: int) -> Mapping[str, Fusion]:
-    """Return {name of an operation: its schedule} for the operations in a dump, except Pallas kernels.
+    """Return the schedules, by name, of the operations of the program `text` whose dump is in `folder`.
 
-    Args:
-        folder: the folder with the compiler's dump.
-        text: the compiled program.
-        cores: number of cores of one jax device, which share the blocks of most operations.
+    The `cores` of one jax device share the blocks of most operations.
     """
     kernels, blocks = set(hlo.kernel_names(text)), block_counts(text)
     found = (made for made in schedule.read(folder) if made.kernel not in kernels and not _PROGRAM.match(made.kernel))
@@ -56,7 +46,7 @@ def read(folder: Path, text: str, cores: int) -> Mapping[str, Fusion]:
 
 
 def block_counts(text: str) -> dict[str, int]:
-    """Return {name of an operation: blocks that its loop processes}, from the program's text."""
+    """Read the number of blocks that each operation's loop processes from the program's text."""
     found = {}
     for line in text.splitlines():
         name, bounds = _NAME.match(line), _BLOCKS.search(line)
@@ -91,17 +81,10 @@ def seconds(
     that is longer.
     """
     moved = busy = 0.0
-    for operation, cycles in scheduled(operations, fusions):
+    for operation in operations:
+        cycles = fusions[operation.name].cycles if operation.name in fusions else 0
         bytes_s = operation.bytes / bandwidth
         moved += bytes_s
         if not operation.opcode.endswith("-start"):
             busy += max(bytes_s, cycles / clock_hz)
     return moved, max(moved, busy)
-
-
-def scheduled(
-    operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion]
-) -> Iterator[tuple[hlo.Operation, int]]:
-    """Pair each operation with the cycles of its schedule, or 0 if it has no schedule."""
-    for operation in operations:
-        yield operation, fusions[operation.name].cycles if operation.name in fusions else 0

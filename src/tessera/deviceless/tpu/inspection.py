@@ -19,12 +19,7 @@ NOT_PREDICTED = "not predicted: the call has no Pallas kernel"
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(inspection.Inspection):
-    """One call on one TPU.
-
-    Attributes:
-        steps, bundles_per_step, cycles_per_step: grid steps of the call, and mean bundles and cycles of one step.
-        percent_of_peak: predicted rate, in percent of the nominal rate of one jax device.
-    """
+    """One call on one TPU; `steps` counts grid steps, and `percent_of_peak` is of one jax device's nominal rate."""
 
     KEYS = (
         "chip kernel config refused compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step "
@@ -43,7 +38,6 @@ class Inspection(inspection.Inspection):
 
     @property
     def peak(self) -> predict.Device:
-        """Nominal rates of one jax device."""
         return predict.device(self.chip)
 
     @property
@@ -72,7 +66,7 @@ class Inspection(inspection.Inspection):
         }
 
     def shares(self) -> dict[str, float]:
-        """Return {unit: share of the unit's slots in use, averaged over steps}."""
+        """Return the mean share of each unit's slots in use."""
         return {unit: s["used"] / s["capacity"] if s["capacity"] else 0.0 for unit, s in self.slots.items()}
 
     def lines(self) -> Iterator[tuple[str, None]]:
@@ -114,16 +108,8 @@ def inspect_call(
 ) -> Inspection:
     """Compile one attention call and predict its time.
 
-    Args:
-        chip: "v5e", "v5p", "v6e" or "v7x".
-        spec, shapes: what the call computes, and the sizes of its arrays.
-        kernel: name of the kernel; None uses the kernel that dispatch chooses on a TPU.
-        config: the kernel's block sizes; None uses the kernel's default for this call.
-        limit_s: maximum seconds for the compiler.
-        variant: further arguments of `programs.attention_call`.
-
-    Raises:
-        ValueError: no kernel runs this call on a TPU (the message says why), or `config` does not fit the kernel.
+    `kernel` and `config` are as for `inspection.kernel_for`; without a config, the kernel uses its default. `variant`
+    holds further arguments of `programs.attention_call`.
     """
     chosen = inspection.kernel_for("tpu", chip, spec, shapes, kernel, config)
     program = attention_program(chosen.name, spec, shapes, config, **variant)
@@ -133,7 +119,7 @@ def inspect_call(
 
 
 def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: tpu.Compiled) -> dict[str, Any]:
-    """Return the fields of `Inspection` that need a compiled call: numbers from schedules, and the predicted time."""
+    """Return the fields of `Inspection` that need a compiled call."""
     work = kernel.cost(spec, shapes)
     counts = dict(found.executions or {predict.BYTES: work["bytes"]})
     prediction = predict.predict(found, counts, predict.CALIBRATED)

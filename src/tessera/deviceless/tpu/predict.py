@@ -40,13 +40,7 @@ chips and on v7x."""
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted cost of a compiled program on its chip (on one device, if the chip has two).
-
-    Attributes:
-        bound_by: what takes the most time: "HBM", "XLA operations", the core's fullest unit, or "latency (...)" if no
-            unit is half full.
-        scopes: "kernel/scope" -> (executions, cycles of one execution).
-    """
+    """Predicted cost of a compiled program on one jax device of its chip."""
 
     ms: float  # time of the whole program
     compute_ms: float  # time of the kernels' bundles, and of their bytes; the longer one counts
@@ -58,14 +52,9 @@ class Prediction:
     slots: Mapping[str, Mapping[str, float]]  # unit -> mean slots used and available per step
     spill_slots: float  # mean slots per step that move spilled registers
     moved_bytes: float  # bytes to and from HBM, by the kernels and the operations around them
-    bound_by: str
+    bound_by: str  # as `bound` says
     assumed: tuple[str, ...]  # scopes whose number of executions the kernel does not state; they count once per step
-    scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})
-
-    def busy(self, unit: str) -> float:
-        """Return the share of the unit's slots in use."""
-        found = self.slots[unit]
-        return found["used"] / found["capacity"] if found["capacity"] else 0.0
+    scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})  # "kernel/scope" -> (executions, cycles of one)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +65,6 @@ class Device:
     clock_hz: float
     flops_per_s: float
     bytes_per_s: float
-    memory_bytes: float
 
 
 def device(chip: str) -> Device:
@@ -88,18 +76,14 @@ def device(chip: str) -> Device:
         clock_hz=found.clock_hz,
         flops_per_s=found.bf16_flops_per_s / n,
         bytes_per_s=found.bytes_per_s / n,
-        memory_bytes=found.memory_bytes / n,
     )
 
 
 def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Overheads = NOMINAL) -> Prediction:
-    """Predict the time of a compiled program.
+    """Predict the time of a program that compiled.
 
-    Args:
-        compiled: a program that compiled.
-        executions: how often each scope runs in the whole call, as `Kernel.executions` gives it; with several kernels
-            the names are "kernel/scope". A scope without a count runs once per step (noted in `assumed`).
-        overheads: costs that no schedule shows.
+    `executions` says how often each scope runs in the whole call, as `Kernel.executions` does; with several kernels the
+    names are "kernel/scope". A scope without a count runs once per step (noted in `assumed`).
     """
     on = device(compiled.chip)
     bundles, cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, 0.0, []
@@ -157,7 +141,7 @@ def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
 
 
 def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-    """Return the executions per region of one kernel, and the scopes that `executions` does not name."""
+    """Return the executions of each region of one kernel, and the scopes that `executions` does not name."""
     own = {name.partition("/")[2]: n for name, n in executions.items() if name.partition("/")[0] == found.name}
     own = {name: n for name, n in executions.items() if "/" not in name} | own
     steps = own.get(STEP, float(max((found.turns or 1) - 2, 1)))

@@ -56,18 +56,15 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One kernel's schedule.
-
-    Attributes:
-        turns: iterations of the loop over the grid on one core; None if the number is known only at run time, or if
-            each core runs one grid step and therefore needs no loop.
-    """
+    """One kernel's schedule."""
 
     kernel: str  # the compiler's name of the kernel: the pallas_call's name and a number
     capacity: Mapping[str, int]  # slots per bundle of each unit
     regions: tuple[Region, ...]  # the kernel's regions, in order of first appearance
     vmem_bytes: int  # bytes of the kernel's scratch and windows in VMEM and SMEM, all buffers counted
     smem_bytes: int
+    # Iterations of one core's loop over the grid; None if known only at run time, or if each core runs one step
+    # and therefore needs no loop.
     turns: int | None = None
 
     @property
@@ -96,14 +93,13 @@ class _Tally:
         for unit, count in zip(self.slots, used):
             self.slots[unit] += count
 
+    def region(self, name: str) -> Region:
+        counts = {field: getattr(self, field) for field in ("bundles", "slots", "product_cycles", "loops")}
+        return Region(name=name, depth=self.deepest, **counts)
+
 
 def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") -> Schedule:
-    """Parse a schedule from the text of its dump files.
-
-    Raises:
-        ValueError: the utilization text is incomplete, or does not have one row per bundle because the texts belong to
-            different kernels.
-    """
+    """Parse a schedule from the text of its dump files."""
     capacity, rows = _utilization(utilization)
     texts = _bundles(bundles)
     if len(texts) != len(rows):
@@ -130,17 +126,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
     return Schedule(
         kernel=kernel,
         capacity=capacity,
-        regions=tuple(
-            Region(
-                name=n,
-                bundles=t.bundles,
-                slots=t.slots,
-                product_cycles=t.product_cycles,
-                depth=t.deepest,
-                loops=t.loops,
-            )
-            for n, t in tallies.items()
-        ),
+        regions=tuple(tally.region(name) for name, tally in tallies.items()),
         vmem_bytes=memory["vmem"],
         smem_bytes=memory["smem"],
         turns=_turns(allocations),
@@ -176,11 +162,9 @@ def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
 
 
 def read(folder: Path, names: Iterable[str] | None = None) -> tuple[Schedule, ...]:
-    """Read the schedules of the kernels in a dump folder, in program order.
+    """Read the schedules in the dump `folder`, in program order.
 
-    Args:
-        folder: the folder with the compiler's dump.
-        names: the names that the compiler gave the kernels ("probe.1"); None reads every kernel with a bundle file.
+    `names` are the compiler's names of the wanted kernels ("probe.1"); None reads every kernel with a bundle file.
     """
     wanted = None if names is None else set(names)
     found = []

@@ -1,15 +1,16 @@
-"""Notes, tables, records and page data for the demo's run of a real model (`reading.py`)."""
+"""Notes, tables, records and the page of a run of the demo (`reading.py`)."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jinja2
 from rich.markup import escape
 from rich.table import Column, Table
 
 from lab.demo import pictures
-from lab.demo.reading import SIDES, WORDS, Findings, said
+from lab.demo.reading import HERE, SIDES, WORDS, Findings, said
 from tessera.core.units import quantity
 from tessera.generate import Model
 from tessera.measure import evidence, timing
@@ -17,6 +18,7 @@ from tessera.measure.evidence import Comparison, How, Record, What
 from tessera.runtime.answers import Generation
 
 COMMAND = "python -m lab demo"
+MODELS = {True: "real", False: "shipped"}
 CONTROL = (
     "The control is the same plan without its choice of keys: it reads only what the plan always reads (the newest "
     "keys and the first ones). An answer that the control also finds says nothing about what Kascade chooses."
@@ -54,15 +56,15 @@ def notes(found: Findings) -> list[str]:
         lines.append(f"The control keeps {kept} of the {count}. {CONTROL}")
     if count and kept >= found.kept("kascade"):
         lines.append("The control keeps as many as Kascade: here the questions do NOT show that selection matters.")
-    turn = {name: found.sides[name].turn for name in ("dense", "kascade")}
-    if turn["dense"].tokens != turn["kascade"].tokens:
+    dense, kascade = (found.sides[name] for name in ("dense", "kascade"))
+    if dense.turn and dense.turn.tokens != kascade.turn.tokens:
         lines.append("The two answers to the chat turn differ: dense and Kascade chose different tokens at some point.")
-    if found.crossover_tokens > turn["dense"].prompt_tokens:
+    if found.crossover_tokens > dense.answers[0].prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
             "Here Kascade was made to run at every length, so that there is something to see."
         )
-    if turn["kascade"].decode_density == 1.0:
+    if kascade.turn and kascade.turn.decode_density == 1.0:
         lines.append(
             "Kascade's answers were decoded dense: on the device that measured the plan, a decode step of this length "
             "is slower under the plan."
@@ -79,29 +81,29 @@ def _density(answers: Sequence[Generation]) -> float:
 
 
 def rows(found: Findings) -> list[list[str]]:
-    """Return table rows with the columns label, dense, Kascade and control.
-
-    The control has no chat turn, so its cells for the turn are empty.
-    """
+    """Return table rows with the columns label, dense, Kascade and control, which has no chat turn."""
     sides = [found.sides[name] for name in SIDES]
     turns = [side.turn for side in sides]
-    tokens = found.sides["dense"].turn.prompt_tokens
 
     def of_turns(words: str, unit: str, values: Sequence[float | None]) -> list[str]:
         return [words, *("" if value is None else quantity(value, unit) for value in values)]
 
     total = len(found.expected)
-    return [
+    shown = [
         ["right answers", *(f"{sum(found.right(name))} of {total}" for name in SIDES)],
         of_turns("keys read, prompt and answer", "fraction", [_density(side.answers) for side in sides]),
-        of_turns(f"time to first token, {tokens:,} tokens", "s", [turn and turn.ttft_s for turn in turns]),
         of_turns(
-            "the same, with the document's keys cached",
+            "time to first token, the document's keys cached",
             "s",
             [statistics.median(a.ttft_s for a in side.answers) for side in sides],
         ),
-        of_turns("decode speed, chat turn", "tokens/s", [turn and turn.decode_tokens_per_s for turn in turns]),
     ]
+    if turns[0]:
+        words = f"time to first token, chat turn, {turns[0].prompt_tokens:,} tokens"
+        shown.append(of_turns(words, "s", [turn and turn.ttft_s for turn in turns]))
+        speeds = [turn and turn.decode_tokens_per_s for turn in turns]
+        shown.append(of_turns("decode speed, chat turn", "tokens/s", speeds))
+    return shown
 
 
 def turn_table(found: Findings) -> Table:
@@ -113,10 +115,7 @@ def turn_table(found: Findings) -> Table:
 
 
 def answer_table(found: Findings) -> Table:
-    """Tabulate, per question, the document's answer and the answers of dense, Kascade and the control.
-
-    Wrong answers are marked.
-    """
+    """Tabulate each question with the document's answer and the three sides' answers; wrong ones are marked."""
     heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
@@ -138,10 +137,8 @@ def figure_table(found: Findings) -> Table:
 
 
 def records(found: Findings, model: Model) -> list[Record]:
-    """Build the run's records: the right answers of dense, Kascade and the control, and the time to first token of the
-    chat turn, which dense and Kascade answer.
-    """
-    plan = model.plan
+    """Build the run's records: each side's right answers, and the time to first token of the chat turn."""
+    plan, real = model.plan, found.settings.turn is not None
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
     made = []
     for name in SIDES:
@@ -156,11 +153,11 @@ def records(found: Findings, model: Model) -> list[Record]:
             "ttft_cached_s": [a.ttft_s for a in side.answers],
             "prompt_tokens": [a.prompt_tokens for a in side.answers],
         }
-        what = What(op="demo", kernel=name, workload="demo_real_questions", config=config,
-                    title="questions about the document, real model")  # fmt: skip
+        what = What(op="demo", kernel=name, workload="demo_real_questions" if real else "demo_answers", config=config,
+                    title=f"questions about the document, {MODELS[real]} model")  # fmt: skip
         layers = tuple(statistics.fmean(each) for each in zip(*(a.layer_density for a in side.answers)))
         made.append(_record(what, [sum(right) / len(right)], unit="fraction", density=layers, facts=facts))
-    sides = {name: found.sides[name] for name in ("dense", "kascade")}
+    sides = {name: found.sides[name] for name in ("dense", "kascade") if found.sides[name].turn}
     for name, side in sides.items():
         turn, versus = side.turn, None
         if name == "kascade":
@@ -179,17 +176,18 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
     return evidence.make(what, samples, how=How(iterations=len(samples)), command=COMMAND, **fields)
 
 
-def page_data(found: Findings, model: Model) -> dict[str, Any]:
-    """Return the data that the page's template needs."""
+def page(found: Findings, model: Model, missing: str) -> str:
+    """Render the run as one self-contained HTML page; `missing` says why the real model did not run."""
     right = {name: found.right(name) for name in SIDES}
-    return {
+    body = {
+        "lead": lead(),
+        "missing": missing,
+        "origin": (HERE / "NOTICE").read_text(encoding="utf-8"),
         "about": ABOUT,
         "notes": notes(found),
         "lost": bool(found.lost),
-        "turn": {
-            "text": found.settings.turn,
-            "answers": [(WORDS[name], found.sides[name].turn.text.strip()) for name in ("dense", "kascade")],
-        },
+        "turn": found.settings.turn,
+        "replies": [(WORDS[name], side.turn.text.strip()) for name, side in found.sides.items() if side.turn],
         "sides": [WORDS[name] for name in SIDES],
         "questions": [
             {
@@ -217,3 +215,16 @@ def page_data(found: Findings, model: Model) -> dict[str, Any]:
         "next": NEXT,
         "document": found.document,
     }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("page.html").render(body)
+
+
+def lead() -> str:
+    """Describe the machine, the date and the commit that the page comes from."""
+    code, where = evidence.code(), evidence.here()
+    return (
+        f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
+        f"commit {(code.commit or 'unknown')[:9]}; repeat with: {COMMAND}"
+    )

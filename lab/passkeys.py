@@ -1,37 +1,27 @@
-"""Measure pass-key accuracy, and build the demo model's plans by Kascade's own recipe for `eval --suite study`."""
+"""Hide pass keys in text: tasks for the shipped model, and texts to calibrate its plan on."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from lab.training.data import Task, passkey_task
-from tessera.calibration.calibrate import calibrate
 from tessera.generate import Model
 from tessera.measure.judge.library import library_calibration
 from tessera.runtime.sampling import GREEDY
-from tessera.sparse.plan import Plan
 from tessera.train.data import Split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Pass-key accuracy.
-
-    Attributes:
-        num_tasks: number of prompts.
-        num_right: number of prompts whose greedy answer is exactly the hidden key.
-        layer_density: keys read / keys visible of each layer over prefill and decode, averaged over prompts.
-    """
+    """How many of the prompts are answered with exactly the hidden key."""
 
     num_tasks: int
     num_right: int
-    layer_density: tuple[float, ...]
+    layer_density: tuple[float, ...]  # keys read / keys visible over prefill and decode, averaged over prompts
 
     @property
     def share(self) -> float:
-        """Share of tasks answered right, 0 to 1."""
         return self.num_right / self.num_tasks
 
 
@@ -56,22 +46,6 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
     return Accuracy(num_tasks=len(tasks), num_right=num_right, layer_density=mean)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Options of a study plan that is built by Kascade's own recipe."""
-
-    tile: int = 64
-    query_tile: int = 64
-    heads: str = "remap"
-    anchors: int | None = None
-    fraction: float = 0.1
-    minimum: int = 256
-
-
-CHOSEN = Variant()
-"""Options of the study's unchanged plan. The study's other plans differ from it in some options (docs/answers.md)."""
-
-
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
     """Return token lists for calibration: library text that no test uses; every second list hides a pass key."""
     return with_pass_keys(library_calibration(), length, num_texts, seed=99)
@@ -86,9 +60,3 @@ def with_pass_keys(text: np.ndarray, length: int, num_texts: int, seed: int) -> 
         row = np.concatenate([task.prompt, task.answer]) if index % 2 else text[start : start + length]
         rows.append(row.astype(np.int32).tolist())
     return rows
-
-
-def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
-    """Calibrate the demo model on `calibration_texts` by Kascade's own recipe, for the study."""
-    rows = calibration_texts(model.config.max_positions)
-    return calibrate(model, rows, max_tokens=sum(map(len, rows)), **asdict(variant), **options)
