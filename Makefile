@@ -47,7 +47,7 @@ peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict times that Tokamax measur
 	$(BIN)/python -m lab study tpu-validation --report $(if $(TIMINGS),--timings $(TIMINGS))
 
 gates: $(VENV)/.dev ## every configuration of the Hopper kernels: machine code, then the simulator (hours; resumes where it stopped)
-	$(BIN)/python -m lab study gpu-gates
+	$(BIN)/python -m lab study compiles --platform gpu
 	$(BIN)/tessera verify --simulate --kernel gpu_ --configs all
 
 harness: .venv-harness/.done ## the shipped model under the real lm_eval, on tasks made here

@@ -119,13 +119,15 @@ def provenance(records: Iterable[Record]) -> str:
 
 
 RENAMED = {
-    "sweep": "tpu-sweep",
+    "sweep": "compiles --platform tpu",
+    "tpu-sweep": "compiles --platform tpu",
     "figures": "tpu-figures",
     "blocks": "tpu-blocks",
-    "gpu_gates": "gpu-gates",
+    "gpu_gates": "compiles --platform gpu",
+    "gpu-gates": "compiles --platform gpu",
     "gpu_figures": "gpu-figures",
 }
-"""Name of a study's module in the commands of old records -> the study's name in `python -m lab study` today."""
+"""Name of a study or its module in the commands of old records -> its arguments in `python -m lab study` today."""
 
 MOVED = re.compile(
     r"\btessera (?=(?:study|simulate|demo|report|tune)\b|bench --suite|train --recipe|"
@@ -151,7 +153,8 @@ def repeat_with(record: Record) -> str:
     def of_today(found: re.Match) -> str:
         return f"python -m lab study {RENAMED.get(found[1], found[1])}"
 
-    return MOVED.sub("python -m lab ", re.sub(r"python -m tessera\.deviceless\.(\w+)", of_today, record.command))
+    studies = r"(?:python -m tessera\.deviceless\.|(?:tessera|python -m lab) study )([\w-]+)"
+    return MOVED.sub("python -m lab ", re.sub(studies, of_today, record.command))
 
 
 def title_of(record: Record) -> str:

@@ -16,30 +16,32 @@ Chips = Several[Literal["v5e", "v5p", "v6e", "v7x"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TpuSweep:
-    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support (an hour on two
-    cores)."""
+class Compiles:
+    """Compile every configuration of a platform's kernels: for each TPU (an hour on two cores), or for Hopper, with
+    checks of the machine code's resources and instructions (hours)."""
 
-    chip: Chips = ()
-    """Chips to compile for; all if not given."""
-    kernel: str = ""
-    """Run only kernels whose name contains this text."""
-    out: Path = Path("build/tpu-sweep.jsonl")
-    """File that stores finished cases, for resuming."""
+    platform: Literal["tpu", "gpu"]
+    """The kernels to compile."""
+    only: Several[str] = ()
+    """Run only cases whose line contains each of these texts, such as v6e, gpu_decode, "int8 keys" or pages."""
+    out: Omittable[Path] = None
+    """File that stores finished cases, for resuming; build/tpu-sweep.jsonl or build/gpu-gates.jsonl if not given."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
-    niceness: int = 0
-    """Number to add to the niceness of the compiler's process."""
+    most: Omittable[int] = None
+    """Stop after this many cases."""
     list: bool = False
     """Print the cases that are left and exit."""
     report: bool = False
-    """Append one record to evidence/ with the results of the newest commit in --out."""
+    """Append records to evidence/ with the results of the newest commit in --out."""
+    also: Several[str] = ()
+    """Earlier commits whose results also count, because no compiled code has changed since then."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
         """Compile the cases that have no result from this commit yet; return 1 if one fails."""
-        return study_module("sweep").study(self)
+        return study_module("compiles").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,37 +129,6 @@ class TpuValidation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuGates:
-    """Compile every configuration of the Hopper kernels to machine code and check its resources and instructions
-    (hours)."""
-
-    kernel: str = ""
-    """Run only kernels whose name contains this text."""
-    keys: str = ""
-    """Run only cases whose keys are stored in this way, "int8" or "pages"; all cases if empty."""
-    out: Path = Path("build/gpu-gates.jsonl")
-    """File that stores finished cases, for resuming."""
-    limit_s: float = 300.0
-    """Seconds after which a compile is killed."""
-    niceness: int = 0
-    """Number to add to the niceness of the compiler's process."""
-    most: Omittable[int] = None
-    """Stop after this many cases."""
-    list: bool = False
-    """Print the cases that are left and exit."""
-    report: bool = False
-    """Append a record per kernel and configuration to evidence/."""
-    also: Several[str] = ()
-    """Earlier commits whose results also count, because no compiled code has changed since then."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile the cases that have no result from this commit yet; return 1 if one fails a check."""
-        return study_module("gpu_gates").study(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class GpuFigures:
     """Compute the roofline bound of every call for which the Hopper kernels have a performance target, on an H200."""
 
@@ -227,11 +198,10 @@ class Serving:
 
 
 STUDIES = {
-    "tpu-sweep": TpuSweep,
+    "compiles": Compiles,
     "tpu-figures": TpuFigures,
     "tpu-blocks": TpuBlocks,
     "tpu-validation": TpuValidation,
-    "gpu-gates": GpuGates,
     "gpu-figures": GpuFigures,
     "fuzz": Fuzz,
     "serving": Serving,

@@ -1,15 +1,10 @@
-"""Check the Hopper kernels' gates that need no GPU: lower for CUDA, compile to machine code, read the report.
-
-    python -m lab study gpu-gates           # every kernel and configuration; resumes where it stopped
-    python -m lab study gpu-gates --list    # what is left to do
-    python -m lab study gpu-gates --report  # a record per kernel and configuration into evidence/
+"""The cases of `compiles` for Hopper: every configuration, to machine code, whose report must pass the gates.
 
 A gate is a property that a kernel's machine code must have (`deviceless/gpu/gates.py`).
 """
 
 import itertools
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -23,7 +18,6 @@ from tessera.attention.contract import TILES, AttentionSpec, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.kernel import Kernel
-from tessera.core import files
 from tessera.deviceless import inspection, programs
 from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.gpu import compiler as gpu
@@ -31,7 +25,7 @@ from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.gates import WATCHED, broken_program
 from tessera.measure import evidence
 
-COMMAND = "python -m lab study gpu-gates; python -m lab study gpu-gates --report"
+EVIDENCE = "evidence/gpu-gates.jsonl"
 CHIP = "h200"
 HEAD_DIMS = (64, 128, 256)
 MASKS = MappingProxyType(
@@ -265,6 +259,18 @@ def urgency(case: Mapping[str, Any]) -> int:
     return 0 if case["config"] is None else 1 if plain else 2
 
 
+def compiler() -> gpu.Compiler:
+    return gpu.Compiler(CHIP, paths=[ROOT])
+
+
+def words(case: Mapping[str, Any]) -> str:
+    return f"{identity(case)}{kind_of(case)}"
+
+
+def fault(line: Mapping[str, Any]) -> str:
+    return "; ".join(line["broken"])
+
+
 def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0) -> dict[str, Any]:
     """Compile a case and return it with `broken` (a sentence per failed gate) and a report per kernel."""
     found = compiler.compile(program_of(case), limit_s=limit_s)
@@ -332,35 +338,3 @@ def kind_of(case: Mapping[str, Any]) -> str:
     """Return how the case's keys are stored, in words that follow the chip's name."""
     kinds = (["int8 keys"] if case.get("scaled") else []) + (["pages"] if case.get("page") else [])
     return " with " + " in ".join(kinds) if kinds else ""
-
-
-def study(options: Any) -> int:
-    """Compile what this commit has not compiled, and retry what hit the time limit."""
-
-    def still_counts(line: Mapping[str, Any]) -> bool:
-        return line.get("commit") in options.also and campaign.is_done(line, {})
-
-    if options.report:
-        found = campaign.lines_to_report(options.out)
-        planned = set(map(identity, cases()))  # a config that failed may have left the search space since
-        lines = [line for line in found if still_counts(line)] + campaign.of_last_code(found, identity)
-        counted = {identity(line): line for line in lines if identity(line) in planned}
-        evidence.append("evidence/gpu-gates.jsonl", records(list(counted.values()), COMMAND))
-        return 0
-    found, code = files.read_lines(options.out), asdict(evidence.code())
-    done = {identity(line) for line in found if campaign.is_done(line, code) or still_counts(line)}
-    asked = (case for case in cases() if options.kernel in case["kernel"] and options.keys in kind_of(case))
-    todo = [case for case in asked if identity(case) not in done]
-    random.Random(0).shuffle(todo)  # so that an interrupted run has covered a bit of everything
-    todo.sort(key=urgency)
-    if options.list:
-        print("\n".join(json.dumps(case) for case in todo))
-        return 0
-    with gpu.Compiler(CHIP, paths=[ROOT]) as compiler:
-        for number, case in enumerate(todo[: options.most], start=1):
-            result = run(case, compiler, options.limit_s) | code
-            found.append(result)
-            files.append_line(options.out, result)
-            said = "; ".join(result["broken"]) or "ok"
-            print(f"{number}/{len(todo)} {identity(case)}: {said}"[:300], flush=True)
-    return 1 if any(case["broken"] for case in campaign.of_last_code(found, identity)) else 0

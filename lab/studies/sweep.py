@@ -1,15 +1,9 @@
-"""Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support: an hour on two cores.
-
-    python -m lab study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
-    python -m lab study tpu-sweep --report              # one record: what compiled, what did not and why
+"""The cases of `compiles` for TPUs: every kernel for every chip, head dim, dtype and tile that it claims to support.
 
 A call that its kernel refuses counts as not compiled.
 """
 
-import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +11,6 @@ from typing import Any
 from lab import campaign
 from lab.studies.programs import ROOT, kernels_of
 from tessera.attention.contract import AttentionSpec
-from tessera.core import files
 from tessera.deviceless import inspection, programs
 from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.tpu import compiler as tpu
@@ -26,7 +19,7 @@ from tessera.measure import evidence
 HEAD_DIMS = (64, 128, 256)
 TILES = (16, 32, 64, 128)
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
-COMMAND = "python -m lab study tpu-sweep; python -m lab study tpu-sweep --report"
+EVIDENCE = "evidence/tpu-compile.jsonl"
 LONG = 1 << 20
 """Tokens of the longest calls. Index lists are streamed, so even these compile."""
 WHOLE = 131072
@@ -34,7 +27,7 @@ GRADIENT = "tpu_backward"
 """Case name of dense prefill's gradient. The kernel table has no line for the gradient: it is part of that kernel."""
 
 
-def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+def cases(chips: Sequence[str] = tuple(tpu.TOPOLOGIES)) -> Iterator[dict[str, Any]]:
     """Yield every case: chip, kernel, head dim, dtype, tile, length; dense kernels have a single tile.
 
     Each kernel gets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
@@ -57,7 +50,11 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield dict(zip(names, (chip, GRADIENT, head_dim, dtype, 128, LENGTHS["prefill"])))
 
 
-def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
+def compiler() -> tpu.Compiler:
+    return tpu.Compiler(paths=[ROOT])
+
+
+def run(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
     """Compile a case and return it with the outcome."""
     try:
         program = program_of(case)
@@ -66,6 +63,18 @@ def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float
     found = compiler.compile(case["chip"], program, limit_s=limit_s)
     error = None if found.error is None else str(found.error)
     return {**case, "compiled": error is None, "error": error, "compile_s": round(found.compile_s, 1)}
+
+
+def fault(line: Mapping[str, Any]) -> str | None:
+    return line["error"]
+
+
+def urgency(case: Mapping[str, Any]) -> int:
+    return 0
+
+
+def words(case: Mapping[str, Any]) -> str:
+    return " ".join(map(str, case.values()))
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,15 +111,12 @@ def identity(case: Mapping[str, Any]) -> tuple:
     return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 
-def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
+def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
     """Build one record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
-    Args:
-        found: one line per case, all of the same code. In the facts, `cases` counts these lines and `planned` the cases
-            of a whole sweep of the same kernels.
-        command: command that repeats the sweep.
+    In the facts, `cases` counts the lines of `found` and `planned` the cases of a whole sweep of the same kernels.
     """
-    kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
+    kernels, every = {case["kernel"] for case in found}, list(cases())
     swept = "every kernel" if kernels == {case["kernel"] for case in every} else " and ".join(sorted(kernels))
     groups: dict[str, list[bool]] = {}
     for case in found:
@@ -124,28 +130,5 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     }
     what = evidence.What(op="tpu sweep", kernel="tpu", workload=f"{swept}, chip, head dim, dtype, tile")
     share = sum(case["compiled"] for case in found) / len(found)
-    return campaign.of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
-
-
-def study(options: Any) -> int:
-    """Compile what this commit has not compiled, and retry what hit the time limit."""
-    if options.report:
-        lines = campaign.of_last_code(campaign.lines_to_report(options.out), identity)
-        evidence.append("evidence/tpu-compile.jsonl", report(lines, COMMAND))
-        return 0
-    found, code = files.read_lines(options.out), asdict(evidence.code())
-    done = {identity(line) for line in found if campaign.is_done(line, code)}
-    wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
-    todo = [case for case in wanted if identity(case) not in done]
-    random.Random(0).shuffle(todo)  # so that an interrupted sweep has covered a bit of everything
-    if options.list:
-        print("\n".join(json.dumps(case) for case in todo))
-        return 0
-    with tpu.Compiler(paths=[ROOT]) as compiler:
-        for number, case in enumerate(todo, start=1):
-            result = compile_case(case, compiler, options.limit_s) | code
-            found.append(result)
-            files.append_line(options.out, result)
-            said = " ".join(map(str, case.values()))
-            print(f"{number}/{len(todo)} {said}: {result['error'] or 'ok'}"[:240], flush=True)
-    return 0 if all(case["compiled"] for case in campaign.of_last_code(found, identity)) else 1
+    made = evidence.make(what, [share], command=command, unit="fraction", facts=facts)
+    return [campaign.of_its_code(made, found[-1])]

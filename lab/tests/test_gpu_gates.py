@@ -227,7 +227,7 @@ def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel, part):
 
 @pytest.mark.parametrize("kernel", FIRST)
 def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
-    """Compile the default blocks of every kernel: a fast part of `python -m lab study gpu-gates`."""
+    """Compile the default blocks of every kernel: a fast part of `python -m lab study compiles --platform gpu`."""
     result = gpu_gates.run(FIRST[kernel], compiler)
     assert result["broken"] == []
 

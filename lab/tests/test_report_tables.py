@@ -294,7 +294,7 @@ def test_gates_count_configurations_and_cases_and_mark_what_breaks():
     found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "one", 168), gate_case("gpu_a", "two", 100)]
     found += [gate_case("gpu_b", "one", 255, (64, 32), ["spilled"]), gate_case("gpu_b", "one", 90)]
     found += [gate_case("gpu_c", "one", 0, broken=["hung"]) | {"kernels": []}]
-    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m lab study gpu-gates")]
+    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m lab study compiles --platform gpu")]
     again = on(INTEL, made[0])  # what depends only on a compiler is counted once
     _, rows = lines("gates", [*made, again])
     assert rows == [
@@ -379,7 +379,7 @@ def promises():
             *(chip("v5e", 3.5), chip("v6e", 4.25)),
             *(chip(name, ratio, figure=figures.KASCADE_32) for name, ratio in (("v5e", 3.0), ("v6e", 3.25))),
         ],
-        "gates": [on(AMD, made) for made in gpu_gates.records(found, "python -m lab study gpu-gates")],
+        "gates": [on(AMD, made) for made in gpu_gates.records(found, "python -m lab study compiles --platform gpu")],
     }
 
 
@@ -437,7 +437,9 @@ def test_the_headline_marks_what_missed_and_what_says_nothing():
     found = promises()
     found["kascade prefill"] += [chip("v7x", 2.0), chip("v7x", 2.5, met=False, figure=figures.KASCADE_32)]
     broken = gate_case("gpu_c", "one", 255, (64, 32), ["spilled"])
-    found["gates"] += [on(AMD, made) for made in gpu_gates.records([broken], "python -m lab study gpu-gates")]
+    found["gates"] += [
+        on(AMD, made) for made in gpu_gates.records([broken], "python -m lab study compiles --platform gpu")
+    ]
     plan = found["needles"][0]
     found["needles"][0] = replace(plan, facts=plan.facts | {"against_control": {"says_nothing": True}})
     text = report.render("summary", [record for own in found.values() for record in own])
@@ -475,13 +477,13 @@ def test_the_sweep_counts_what_compiled_per_chip():
     first, second, *_ = kernels = sorted({case["kernel"] for case in sweep.cases(("v5e",))})
     names = [(kernel, "v5e", True) for kernel in kernels] + [(first, "v6e", True), (first, "v6e", False)]
     found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
-    every = on(AMD, sweep.report(found, "python -m lab study tpu-sweep"))
+    every = on(AMD, sweep.records(found, "python -m lab study compiles --platform tpu")[0])
     header, rows = lines("sweep", [every])
     planned = sum(1 for _ in sweep.cases(tuple(sweep.tpu.TOPOLOGIES)))
     assert header == f"| compiled/tried; tried {len(names)} of {planned} planned | v5e | v6e |"
     assert rows[0] == f"| {first} | 1/1 | **1**/2 |"
     assert rows[-1] == f"| all | {len(kernels)}/{len(kernels)} | **1**/2 |"
-    some = on(AMD, sweep.report([found[-2]], "python -m lab study tpu-sweep"))
+    some = on(AMD, sweep.records([found[-2]], "python -m lab study compiles --platform tpu")[0])
     assert some.what.workload.startswith(first)
     _, rows = lines("sweep", [every, replace(some, date="2999-01-01T00:00:00+00:00")])
     assert rows[0] == f"| {first} | 1/1 | 1/1 |"

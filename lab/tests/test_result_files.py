@@ -23,17 +23,17 @@ OTHER = {"commit": "1" * 40, "dirty": False, "landed": None}
 
 
 NAMES = {
-    sweep: "tpu-sweep",
+    sweep: "compiles --platform tpu",
     figures: "tpu-figures",
     blocks: "tpu-blocks",
     validation: "tpu-validation",
-    gpu_gates: "gpu-gates",
+    gpu_gates: "compiles --platform gpu",
 }
 
 
 def study(module, *flags):
     """Run `python -m lab study NAME` in this process; return its exit code."""
-    return cli.main(["study", NAMES[module], *map(str, flags)])
+    return cli.main(["study", *NAMES[module].split(), *map(str, flags)])
 
 
 def written(path) -> bytes:
@@ -70,7 +70,7 @@ def test_a_list_of_what_is_to_do_survives_a_cut_line(command, tmp_path, monkeypa
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     case = next(iter(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases()))
     path.write_text(json.dumps(case | CODE) + "\n" + json.dumps(case)[:40])
-    assert study(command, "--list", "--out", path, "--kernel", case["kernel"]) == 0
+    assert study(command, "--list", "--out", path, "--only", case["kernel"]) == 0
     todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert todo
     assert case not in todo
@@ -93,7 +93,7 @@ def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_ou
     first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
     late = {"compiled": False, "error": str(out_of_time(300.0))}
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
-    made = sweep.report(campaign.of_last_code(lines, sweep.identity), sweep.COMMAND)
+    made = sweep.records(campaign.of_last_code(lines, sweep.identity), "command")[0]
     assert made.code == evidence.Code(**CODE)
     planned = sum(case["kernel"] == first["kernel"] for case in sweep.cases(tuple(tpu.TOPOLOGIES)))
     assert made.what.workload.startswith(first["kernel"])
@@ -109,13 +109,13 @@ def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_ou
 
 def test_a_sweep_says_of_each_line_what_was_checked_out(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
-    monkeypatch.setattr(sweep, "compile_case", lambda case, *limits: {**case, "compiled": True, "error": None})
+    monkeypatch.setattr(sweep, "run", lambda case, *limits: {**case, "compiled": True, "error": None})
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     kernel = kernels_of("tpu")[0].name
-    assert study(sweep, "--chip", "v5e", "--kernel", kernel, "--out", path) == 0
+    assert study(sweep, "--only", "v5e", kernel, "--out", path) == 0
     assert all(line.items() >= CODE.items() for line in files.read_lines(path))
     made = len(files.read_lines(path))
-    assert study(sweep, "--chip", "v5e", "--kernel", kernel, "--out", path) == 0
+    assert study(sweep, "--only", "v5e", kernel, "--out", path) == 0
     assert len(files.read_lines(path)) == made > 0
 
 

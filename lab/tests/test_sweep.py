@@ -27,7 +27,7 @@ FAST = [*ONCE, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in M
 
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
 def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """Compile one short call per kernel: a fast part of `python -m lab study tpu-sweep`."""
+    """Compile one short call per kernel: a fast part of `python -m lab study compiles --platform tpu`."""
     case = {
         "chip": chip,
         "kernel": kernel,
@@ -36,7 +36,7 @@ def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
         "tile": 128,
         "length": 1024,
     }
-    result = sweep.compile_case(case, compiler, limit_s=300)
+    result = sweep.run(case, compiler, limit_s=300)
     assert result["error"] is None
 
 
