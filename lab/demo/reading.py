@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera.core.files import DEMO_MODEL
 from tessera.generate import Model
-from tessera.measure.judge.contenders import plan_policy, without_choice
+from tessera.measure.judge.contenders import without_choice
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import chunk_sizes
 from tessera.runtime.requests import Request
@@ -141,7 +141,7 @@ def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
     reads only the tiles that the plan always lists: the tiles of the queries themselves, local tiles and sinks.
     """
     kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
-    control = replace(kascade, policy=plan_policy(kascade, without_choice(kascade.plan)))
+    control = dense.with_attention("kascade", without_choice(kascade.plan), crossover_tokens=0)
     return {"dense": dense, "kascade": kascade, "control": control}
 
 

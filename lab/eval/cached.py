@@ -24,7 +24,6 @@ from tessera.measure.evidence import How, Record, What
 from tessera.measure.judge import paired, probes, texts
 from tessera.measure.judge.answers import run_trials
 from tessera.measure.judge.closeness import Pass, closeness, run_text
-from tessera.measure.judge.contenders import plan_policy
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 
@@ -85,7 +84,7 @@ def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
     yield Contender(name="dense int8", attention="dense", cache="int8", model=replace(dense, kv_dtype="int8"))
     yield Contender(name="control", attention="dense", cache="4 bits", model=replace(dense, policy=Coarse()))
     if plan is not None:
-        sparse = replace(dense, policy=plan_policy(model, plan))
+        sparse = dense.with_attention("kascade", plan, crossover_tokens=0)
         yield Contender(name="plan", attention="the plan", cache=dtype, model=sparse)
         yield Contender(name="plan int8", attention="the plan", cache="int8", model=replace(sparse, kv_dtype="int8"))
 

@@ -23,7 +23,7 @@ from tessera.measure.evidence import How, Record
 from tessera.measure.judge import paired, real
 from tessera.measure.judge.answers import run_trials
 from tessera.measure.judge.closeness import BLOCK, closeness, run_text
-from tessera.measure.judge.contenders import PLAN, Contender, plan_policy
+from tessera.measure.judge.contenders import PLAN, Contender
 from tessera.measure.judge.real import Ledger, Material, Sizes
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
@@ -132,7 +132,8 @@ def contenders(bench: Bench, name: str) -> Iterator[Contender]:
     """Yield a form under dense attention and under the plan. The control runs under dense attention only."""
     yield Contender(name=name, title=f"{name}, dense", policy=Dense())
     if bench.plan is not None and name != CONTROL:
-        yield Contender(name=name, title=f"{name}, {PLAN}", policy=plan_policy(bench.base, bench.plan))
+        sparse = bench.base.with_attention("kascade", bench.plan, crossover_tokens=0)
+        yield Contender(name=name, title=f"{name}, {PLAN}", policy=sparse.policy)
 
 
 def in_order(bench: Bench, names: Sequence[str], sizes: Sizes) -> list[Callable[[], Sequence[Record]]]:

@@ -13,6 +13,7 @@ from tiny import optimized
 
 from lab.demo import reading, report, run
 from tessera import generate
+from tessera.core.files import DEMO_MODEL
 from tessera.generate import load
 from tessera.measure import evidence
 from tessera.models.files import fetch
@@ -185,21 +186,21 @@ def test_a_question_that_the_document_does_not_answer_is_refused():
         reading.Question(text="?", start="The cat is").expected("The dog is old.")
 
 
-def test_the_shipped_plan_is_found_for_the_fetched_file_after_the_one_next_to_it(settings, tmp_path, monkeypatch):
+def test_the_shipped_plan_is_found_for_the_fetched_file_after_the_one_next_to_it(tmp_path, monkeypatch):
     """The shipped plan is found by the file's name, and refused for other weights; a plan next to the file wins."""
-    model = load(settings.model)
+    model = load(DEMO_MODEL)
     [source] = fetch.SOURCES.values()
     assert generate.shipped_plan(tmp_path / Path(source.member).name).name == "smollm2.plan.json"
     assert generate.shipped_plan(tmp_path / "other.gguf") is None
     shipped = tmp_path / "shipped.json"
     monkeypatch.setattr(generate, "shipped_plan", lambda source: shipped)
-    Plan.load(settings.model / "plan.json").save(shipped)
+    Plan.load(DEMO_MODEL / "plan.json").save(shipped)
     gguf = dataclasses.replace(model, source=str(tmp_path / "x.gguf"))
     assert gguf.with_attention("kascade").plan == Plan.load(shipped)
     dataclasses.replace(Plan.load(shipped), model="other weights").save(shipped)
     with pytest.raises(ValueError, match="the plan is of another model"):
         gguf.with_attention("kascade")
     (tmp_path / "x.gguf").touch()
-    nearer = dataclasses.replace(Plan.load(settings.model / "plan.json"), minimum=48)
+    nearer = dataclasses.replace(Plan.load(DEMO_MODEL / "plan.json"), minimum=48)
     nearer.save(tmp_path / "x.plan.json")
     assert gguf.with_attention("kascade").plan == nearer
