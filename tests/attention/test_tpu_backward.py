@@ -53,7 +53,7 @@ def portable(spec):
 
     def both(q, k, v, d_out, d_lse, positions):
         def forward(q, k, v):
-            return xla_prefill.launch_dense(q, KeyValues.of(k, v), spec, positions, None, config)[:2]
+            return xla_prefill.launch(q, KeyValues.of(k, v), spec, positions, None, config)[:2]
 
         results, backward = jax.vjp(forward, q, k, v)
         return results, backward((d_out, d_lse))

@@ -1,7 +1,5 @@
 """Attention over a KV cache that is dealt over the mesh axis "context".
 
-Devices send keys and values to each other only to compute tile masses in prefill.
-
 Positions are dealt to the C devices of the axis in stripes of w = spec.stripe positions: position p is on device
 (p // w) % C, in slot p // (w * C) * w + p % w of that device's cache. However long the context is, a device thus holds
 1/C of the keys that any row sees, to within one stripe. A prefill chunk has w * C rows: each device computes one stripe
@@ -143,8 +141,8 @@ def append(
 ) -> Float[Array, "*L B K S H"]:
     """Write the keys (or values) of a chunk or of one token into a dealt cache; each device writes only its own slots.
 
-    `layer` holds the indices of the layer in a stacked cache, and `width` is the stripe's width w. The caller must
-    ensure that the positions fit in the cache, and that a chunk has w * C rows and starts at a multiple of w * C.
+    `layer` holds the indices of the layer in a stacked cache; `width` is w. The positions must fit, and a chunk must
+    have w * C rows and start at a multiple of w * C.
     """
     stripes, decode = Stripes(width, traced_stripes()), rows.shape[2] == 1
     heads = parallel.AXIS if parallel.traced_head_parts() > 1 else None
@@ -212,9 +210,8 @@ def _decode(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec
 def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
     """Attend to this device's keys, and compute tile masses per query head, because each head is rescaled differently.
 
-    The G query heads of a KV head become G query rows of one head, with query_tile=1. The rows share one read of each
-    key, as in a decode kernel. Once the merged lse is known, each head's masses are multiplied by
-    exp(own lse - merged lse), where the own lse is that of this device's keys.
+    The G query heads of a KV head become G query rows of one head, with query_tile=1, which share one read of each key.
+    Each head's masses are then multiplied by exp(lse of this device's keys - merged lse).
     """
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]

@@ -182,22 +182,19 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
         if choice.chosen:
             return kernel
     role = role_of(spec, shapes)
-    if backend is None:
-        wanted, asked = [(k, c) for k, c in tried if k.role == role], "no kernel"
-    else:
-        wanted, asked = [(k, c) for k, c in tried if k.is_named(backend)], f"{backend=}"
-    if not wanted:
+    named = [(k, c) for k, c in tried if backend is None or k.is_named(backend)]
+    if not named:
         names = ", ".join(kernel.name for kernel in KERNELS)
         raise ValueError(
             f"{backend=} must be one of {names}; or one of these names without its role; or None for the first kernel "
             "that can run the call"
         )
     # A family ("reference") also has kernels of other roles; report only the refusal of the call's own role.
-    same_role = [(k, c) for k, c in wanted if k.role == role] or wanted
+    same_role = [(k, c) for k, c in named if k.role == role] or named
     reasons = "; ".join(f"{c.kernel}: {c.reason}" for _, c in same_role)
-    raise ValueError(
-        f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run this call: {reasons}"
-    )
+    if backend is None:
+        raise ValueError(f"no kernel can run this call ({reasons})")
+    raise ValueError(f"{backend=} cannot run this call: {reasons}")
 
 
 def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None) -> None:

@@ -72,10 +72,7 @@ def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Ar
 
 
 def differentiable_decode(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
-    """Return dense(q, k, v, positions, spec, config): a decode kernel's `attend`, differentiable in q, k and v.
-
-    `dense` takes q [B,1,N,H] and k, v [B,K,S,H] and calls attend(q, kv, spec, positions, None, config).
-    """
+    """Return a decode kernel's launch: `attend`, whose dense calls on contiguous float keys are differentiable."""
 
     def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
         return attend(q, KeyValues(k, v), spec, positions, None, config)
@@ -88,4 +85,11 @@ def differentiable_decode(attend: Callable[..., AttentionOut]) -> Callable[..., 
         dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
         return dq.reshape(q.shape), dk, dv
 
-    return differentiable(dense, gradients)
+    with_gradient = differentiable(dense, gradients)
+
+    def launch(q, kv: KeyValues, spec: AttentionSpec, positions, selection, config: Any) -> AttentionOut:
+        if spec.mass or any(x is not None for x in (selection, kv.scales, kv.pages)):
+            return attend(q, kv, spec, positions, selection, config)
+        return with_gradient(q, kv.k, kv.v, positions, spec, config)
+
+    return launch

@@ -40,28 +40,20 @@ class Kernel:
     Attributes:
         name: unique name, "<family>_<role>", e.g. "xla_prefill_dense". The name also states the kernel's `platform`,
             `phase` and `role`.
-        dtypes: names of the dtypes that the kernel takes for q, k and v.
         launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. The
             launch of a dense kernel is also differentiable in q, k and v (see `gradient`).
-        supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
-            None. The field is None if the kernel runs all such calls. Callers use `refusal`, which also checks the
-            other fields.
-        Config: frozen dataclass of block sizes and other tunable options.
-        default_config: (spec, shapes) -> Config.
-        search_space: (spec, shapes) -> iterator of Config, for the tuner.
-        own_work: (spec, shapes) -> {"flops": float, "bytes": float}; None if the kernel does the work that `work`
-            counts for its phase and role. Callers use `cost`.
+        supports: (spec, shapes) -> why the kernel cannot run this call of its role, phase and dtypes, or None; the
+            field is None if it runs all such calls. Callers use `refusal`, which also checks the other fields.
+        Config: frozen dataclass of block sizes and other tunable options; `search_space` yields them for the tuner.
+        own_work: what `cost` returns, if the kernel does other work than `work` counts for its phase and role.
         executions: (spec, shapes, config) -> number of times that each named scope of the kernel's body runs in the
-            whole call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory).
-            With these counts, the time of a call can be estimated from its compiled schedule, without the chip. The
-            field is None if the kernel has no such estimate.
+            whole call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory),
+            from which the time of a call can be estimated with its compiled schedule, without the chip.
         capability: compute capabilities that the kernel needs; None if it does not depend on them.
         library: vendor library that compiles the kernel, which it can do only on the kernel's own chip; None if XLA or
             Pallas compiles the kernel.
-        automatic_limit: largest call, in scores (B * N * T * S), for which the kernel is chosen without being named as
-            the backend; None for no limit.
-        scaled: whether the kernel also reads int8 keys and values with scales.
-        paged: whether the kernel also reads keys and values that are stored in pages.
+        automatic_limit: largest call, in scores (B * N * T * S), that takes the kernel without naming it.
+        scaled, paged: whether the kernel also reads int8 keys and values with scales, or keys and values in pages.
     """
 
     name: str

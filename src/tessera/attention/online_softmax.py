@@ -63,6 +63,12 @@ def scale_of(spec: AttentionSpec, head_dim: int) -> float:
     return head_dim**-0.5 if spec.scale is None else spec.scale
 
 
+def query_factor(spec: AttentionSpec, head_dim: int) -> float:
+    """Return the factor on q with which q.k are scores in bits or, with a softcap, arguments of tanh."""
+    scale = scale_of(spec, head_dim)
+    return scale / spec.softcap if spec.softcap else scale * LOG2_E
+
+
 def widened(x: Array, dtype: jnp.dtype) -> Array:
     """Convert a block of int8 keys or values to `dtype`; return any other block unchanged.
 

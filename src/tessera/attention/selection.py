@@ -43,19 +43,16 @@ class Tiles(NamedTuple):
     """Per query tile, ranges of key tile ids and the number of tiles to list. Ranges include both ends; last < first
     means an empty range.
 
-    Attributes:
-        first_local: first tile of the local range; the tiles from first_local to last_own are always listed.
-        budget: number of tiles to list, including own, local and sink tiles; 0 for a query tile of padding. K' is K if
-            there is one fraction per KV head, else 1.
+    K' is K if there is one fraction per KV head, else 1.
     """
 
     first_visible: Int32[Array, "B I"]  # tiles with a key that some row of the query tile sees
     last_visible: Int32[Array, "B I"]
     first_own: Int32[Array, "B I"]  # visible tiles that hold a position of the query tile itself (the diagonal)
     last_own: Int32[Array, "B I"]
-    first_local: Int32[Array, "B I"]
+    first_local: Int32[Array, "B I"]  # tiles from here to last_own are always listed
     last_sink: int  # last of the sink tiles, which start at tile 0; -1 without sinks
-    budget: Int32[Array, "B K' I"]
+    budget: Int32[Array, "B K' I"]  # tiles to list, own, local and sink tiles included; 0 for a query tile of padding
 
 
 def select_tiles(

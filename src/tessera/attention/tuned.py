@@ -1,16 +1,10 @@
 """Tuned block sizes, which replace a kernel's default config.
 
-They ship as tables, with one file per device and one row per line.
-
-A *measure* is a property of a call, such as its dtype or num_keys (see `measures`). A row applies to the calls of its
-kernel that match its *bucket*: a map from names of measures to the exact value that a call must have, or to the
-interval [low, high], both ends included, in which its value must lie. Measures not in the bucket do not matter.
-Measures that change the shape of the work need an exact value (dtype, head_dim, groups; kv_heads in decode; tile and
-query_tile in the roles that use them); lengths and batch sizes have intervals around the values that were searched.
-All searches ran causal calls without window or softcap, on keys in the queries' dtype, so rows apply only to such
-calls. A call uses the first row that applies, or the kernel's default if no row does.
-
-Each row names the record in evidence/ that supports it, which lists every config tried with its time or error.
+They ship as tables, with one file per device and one row per line. A row applies to the calls of its kernel that match
+its *bucket*: a map from *measures* (properties of a call, see `measures`) to the exact value that a call must have, or
+to the interval [low, high], both ends included, in which its value must lie. Measures that change the shape of the work
+need an exact value; lengths and batch sizes have intervals around the values that were searched. All searches ran
+causal calls without window or softcap, on keys in the queries' dtype, so rows apply only to such calls.
 """
 
 import functools
@@ -44,7 +38,7 @@ class Row:
         bucket: for each named measure, the value that a call must have, or the interval (low, high) of such values.
         config: fields of the kernel's Config.
         gain: time of the default config / time of this one; 1 if the default won, None if the default does not compile.
-        record: the record that supports the row, by its "file" in evidence/, its "workload" and its "date".
+        record: "file" in evidence/, "workload" and "date" of the record that lists every config tried, with its time.
     """
 
     kernel: str
@@ -118,10 +112,8 @@ def device() -> str:
     return this_cpu() if kind == "cpu" else kind
 
 
-@functools.cache
-def this_cpu() -> str:
-    """Name the table of this host's CPU; cached, because the look-up reads /proc."""
-    return hardware.device_slug()
+this_cpu = functools.cache(hardware.device_slug)
+"""Name the table of this host's CPU; cached, because the look-up reads /proc."""
 
 
 @functools.cache

@@ -23,13 +23,10 @@ class Workload:
     """One attention call: everything except the contents of its arrays.
 
     Attributes:
-        name: unique name.
-        batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K, H.
         dtype: dtype of q, k and v in benchmarks; tests run all dtypes of a kernel.
         spec: options of the dense call; the score role sets `mass` in addition.
         fraction: share of the key tiles that the sparse role lists, if `budget` is None; the tiles are random.
         budget: options of `select_tiles`, which lists tiles by random masses; None lists random tiles.
-        scaled: whether keys and values are int8 with scales.
         q_start, kv_len, q_len: one entry per sequence; None means 0, S and T.
         tags: "prefill" or "decode", and the uses: "test" (small, checked against the oracles), "hopper" (small, in
             shapes that the Hopper kernels take), "lists" (small, for the sparse role), "tiles" (workloads of "lists"
@@ -52,16 +49,6 @@ class Workload:
     kv_len: tuple[int, ...] | None = None
     q_len: tuple[int, ...] | None = None
     tags: tuple[str, ...]
-
-    def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        for name in ("q_start", "kv_len", "q_len"):
-            value = getattr(self, name)
-            if value is not None and len(value) != self.batch:
-                raise ValueError(f"{name}={value} must have batch={self.batch} entries, or be None")
-        if self.budget is not None and len(self.budget.fraction) != self.num_kv_heads:
-            raise ValueError(f"budget={self.budget} must have num_kv_heads={self.num_kv_heads} fractions")
 
     @property
     def num_query_tiles(self) -> int:

@@ -78,7 +78,7 @@ class SmallBlocks(Dense):
 
     def attend(self, layer, q, kv, spec, positions, state):
         config = xla_prefill.Config(block_t=min(64, q.shape[1]), block_s=min(128, kv.k.shape[2]))
-        return xla_prefill.launch_dense(q, kv, spec, positions, None, config).out, state
+        return xla_prefill.launch(q, kv, spec, positions, None, config).out, state
 
 
 def loss_sums(

@@ -29,23 +29,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
+from tessera.attention.gpu import warpgroup
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks, row_blocks
-from tessera.attention.gpu.warpgroup import (
-    COMPUTE_REGISTERS,
-    FETCH_REGISTERS,
-    HOPPER,
-    ROW,
-    ROWS,
-    WARPGROUPS,
-    accumulate,
-    filled,
-    per_row,
-    scores,
-    simulated,
-    swizzled,
-    tanh,
-    whole_lines,
-)
+from tessera.attention.gpu.warpgroup import ROW, ROWS, WARPGROUPS
 from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
 from tessera.core import hardware
 from tessera.core.shapes import ceil_div, round_up
@@ -127,7 +113,7 @@ class KeyRefs(NamedTuple):
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
     """Return p = 2^(score - lse) and p * softcap'(z), given the products s = q.k without scale and softcap."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
-    t = None if cap is None else tanh(s, scale / cap)
+    t = None if cap is None else warpgroup.tanh(s, scale / cap)
     p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)
     p = p if mask is None else jnp.where(mask, p, 0.0)
     return p, p if cap is None else p * (1.0 - t * t)
@@ -151,16 +137,16 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
     if not spec.causal:
         return key < kv_len - start
     row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + first
-    mask = key < per_row(jnp.minimum(kv_len, row + 1) - start, key)
-    return mask if spec.window is None else mask & (key > per_row(row - start - spec.window, key))
+    mask = key < warpgroup.per_row(jnp.minimum(kv_len, row + 1) - start, key)
+    return mask if spec.window is None else mask & (key > warpgroup.per_row(row - start - spec.window, key))
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
     """Mask [keys, rows] by causality and window, not by kv_len or q_len; rows begin at `first`, keys at `start`."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    mask = row >= per_row(key, row)
-    return mask if spec.window is None else mask & (row < per_row(key + spec.window, row))
+    mask = row >= warpgroup.per_row(key, row)
+    return mask if spec.window is None else mask & (row < warpgroup.per_row(key + spec.window, row))
 
 
 def sweep(blocks: Blocks, step, carry):
@@ -200,7 +186,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(warpgroup.FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
 
         def issue(c, slot):
@@ -213,7 +199,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(warpgroup.COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         rows = pl.ds(at + wg * ROWS, ROWS)
         q_smem, d_out_smem = mine.q_smem.at[wg], mine.d_out_smem.at[wg]
@@ -227,13 +213,13 @@ def rows_body(*refs, cut: Cut):
             plgpu.barrier_wait(mine.full.at[slot])
             s, dp = scores_and_dp(q_smem, d_out_smem, mine.k_smem.at[slot], mine.v_smem.at[slot])
             mask = row_mask(s.shape, first + wg * ROWS, c * STEP, ins.kv_len[b], cut.spec) if masked else None
-            _, p = weights(s, per_row(lse, s), cut, mask)
-            ds = p * (dp - per_row(delta, s))
-            dq = accumulate(dq, ds.astype(cut.dtype), mine.k_smem.at[slot])
+            _, p = weights(s, warpgroup.per_row(lse, s), cut, mask)
+            ds = p * (dp - warpgroup.per_row(delta, s))
+            dq = warpgroup.accumulate(dq, ds.astype(cut.dtype), mine.k_smem.at[slot])
             plgpu.barrier_arrive(mine.free.at[slot])  # keys serve two products, scores and dq: free after the second
             return dq
 
-        dq = sweep(blocks, step, filled((ROWS, cut.head_dim), 0.0))
+        dq = sweep(blocks, step, warpgroup.filled((ROWS, cut.head_dim), 0.0))
         # q's memory is free: only this warpgroup read it, and its last product is done.
         q_smem[...] = (dq * scale_of(cut.spec, cut.head_dim)).astype(cut.dtype)
         plgpu.commit_smem()  # the copy reads through the async proxy, which sees threads' writes only after a fence
@@ -255,7 +241,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(warpgroup.FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         for source, target in ((ins.k, mine.k_smem), (ins.v, mine.v_smem)):
@@ -274,7 +260,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(warpgroup.COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         # `shared`: both warpgroups compute the same scores of 64 keys, then each its own half of dk's and dv's columns.
@@ -289,7 +275,7 @@ def keys_body(*refs, cut: Cut):
             plgpu.barrier_wait(mine.full.at[slot])
             q_smem, d_out_smem = mine.q_smem.at[slot], mine.d_out_smem.at[slot]
             q_part, d_out_part = (x.at[:, part] if cut.shared else x for x in (q_smem, d_out_smem))
-            s = scores(mine.k_smem.at[keys], q_smem)
+            s = warpgroup.scores(mine.k_smem.at[keys], q_smem)
 
             def per_column(x):
                 return jax.lax.broadcast_in_dim(plgpu.load(x.at[slot], layout=COLUMN), s.shape, [1])
@@ -297,18 +283,18 @@ def keys_body(*refs, cut: Cut):
             first = ins.q_start[b] + c * STEP
             mask = key_mask(s.shape, first, at + own, cut.spec) if masked and cut.spec.causal else None
             p, sloped = weights(s, per_column(mine.lse_smem), cut, mask)
-            dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
+            dv = warpgroup.accumulate(dv, p.astype(cut.dtype), d_out_part)
             # Compute dp only now: dk, dv and the scores' 32 registers leave no room for 32 more.
-            ds = sloped * (scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
+            ds = sloped * (warpgroup.scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
             plgpu.commit_smem()  # threads have read lse and delta; the next copy over them is asynchronous
-            dk = accumulate(dk, ds.astype(cut.dtype), q_part)
+            dk = warpgroup.accumulate(dk, ds.astype(cut.dtype), q_part)
             plgpu.barrier_arrive(mine.free.at[slot])
             return dk, dv
 
         def head_rows(g, carry):
             return sweep(blocks, functools.partial(step, g=g), carry)
 
-        dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (filled((ROWS, width), 0.0),) * 2)
+        dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (warpgroup.filled((ROWS, width), 0.0),) * 2)
         plgpu.barrier_arrive(mine.read)  # wait until both warpgroups have read K and V, which are overwritten below
         plgpu.barrier_wait(mine.read)
         key = plgpu.broadcasted_iota(jnp.int32, dk.shape, 0, layout=plgpu.Layout.WGMMA) + (at + own)
@@ -339,16 +325,18 @@ def gradients(
     is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None] & jnp.isfinite(result.lse)
     is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, None, :, None]
     d_out = jnp.where(is_row[..., None], cotangents.out, 0).astype(q.dtype)
-    k, v = (whole_lines(jnp.where(is_key, x, 0), 2) for x in (k, v))
+    k, v = (warpgroup.whole_lines(jnp.where(is_key, x, 0), 2) for x in (k, v))
     delta = jnp.sum(result.out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - cotangents.lse
     lse = jnp.where(is_row, result.lse * LOG2_E, jnp.inf)
     pad = [(0, 0), (0, 0), (0, round_up(num_queries, BLOCK) - num_queries)]
     lse = jnp.pad(jnp.swapaxes(lse, 1, 2), pad, constant_values=jnp.inf)
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
-    q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
+    q, d_out = warpgroup.whole_lines(jnp.where(is_row[..., None], q, 0), 1), warpgroup.whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
     here = hardware.gpu_capability()
-    fits = head_dim in HEAD_DIMS and (here is None or HOPPER.includes(here))  # without a GPU here, compile for Hopper
+    fits = head_dim in HEAD_DIMS and (
+        here is None or warpgroup.HOPPER.includes(here)
+    )  # without a GPU here, compile for Hopper
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))
 
@@ -357,7 +345,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
     """Launch both kernels; return (dq, dk, dv) in the shapes of q, k and v."""
     (batch, num_queries, num_heads, head_dim), (_, kv_heads, num_keys, _) = inputs.q.shape, inputs.k.shape
     q, k = inputs.q, inputs.k
-    line = swizzled(q.dtype)
+    line = warpgroup.swizzled(q.dtype)
     steps = plgpu.SMEM((STAGES, STEP, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
     options = {
@@ -383,7 +371,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
         kernel_name="gpu_backward_rows",
         **options,
     )(*inputs)
-    if simulated():  # the simulator cannot run two kernels at once, so make the second depend on the first
+    if warpgroup.simulated():  # the simulator cannot run two kernels at once, so make the second depend on the first
         inputs = inputs._replace(lse=inputs.lse + 0 * dq[0, 0, 0, 0].astype(jnp.float32))
     keys = plgpu.SMEM((cut.keys, head_dim), q.dtype, transforms=line)
     numbers = plgpu.SMEM((STAGES, STEP), jnp.float32)

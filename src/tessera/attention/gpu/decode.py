@@ -35,32 +35,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
-from tessera.attention.gpu.decode_splits import (
-    Cut,
-    Run,
-    find_run,
-    merge_and_weigh,
-    merge_splits,
-    stored_units,
-    unit_starts,
-    visible_columns,
-)
+from tessera.attention.gpu import decode_splits, warpgroup
+from tessera.attention.gpu.decode_splits import Cut, Run
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
 from tessera.attention.gpu.pages import page_refusal, places
-from tessera.attention.gpu.warpgroup import (
-    HOPPER,
-    ROW,
-    ROWS,
-    SHARED_BYTES,
-    accumulate,
-    blank_values,
-    filled,
-    per_row,
-    scores,
-    swizzled,
-    tanh,
-    whole_lines,
-)
+from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES
 from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import distinct, family, role_of
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
@@ -81,17 +60,11 @@ NARROW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes.
+    """Block sizes."""
 
-    Attributes:
-        block_s: keys per block (in the sparse role, listed keys): 64 or 128.
-        stages: buffers in shared memory, each for one block of keys and values.
-        splits: runs of blocks per sequence and KV head that are computed in parallel and merged.
-    """
-
-    block_s: int
-    stages: int
-    splits: int
+    block_s: int  # keys per block (in the sparse role, listed keys): 64 or 128
+    stages: int  # buffers in shared memory, each for one block of keys and values
+    splits: int  # runs of blocks per sequence and KV head that are computed in parallel and merged
 
     def __post_init__(self):
         if self.block_s not in (64, 128):
@@ -153,11 +126,11 @@ def locate(refs: Refs, cut: Cut) -> Place:
     head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
     positions = Positions(*(x[sequence] for x in refs.positions))
     listed = refs.count[sequence, head, 0] if cut.role == "sparse" else 0
-    return Place(split, sequence, head, part, find_run(cut, split, positions, listed))
+    return Place(split, sequence, head, part, decode_splits.find_run(cut, split, positions, listed))
 
 
 def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
+    return decode_splits.unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
 
 
 def places_of(refs: Refs, cut: Cut, at: Place, block) -> list[tuple]:
@@ -182,15 +155,15 @@ def in_bits(z: Array, cut: Cut) -> Array:
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
     if cap is None:
         return z * (scale * LOG2_E)
-    return (cap * LOG2_E) * tanh(z, scale / cap)
+    return (cap * LOG2_E) * warpgroup.tanh(z, scale / cap)
 
 
 def block_scores(refs: Refs, cut: Cut, slot) -> Array:
     if not cut.shapes.scaled:
-        return scores(refs.q_block, refs.k_block.at[slot])
+        return warpgroup.scores(refs.q_block, refs.k_block.at[slot])
     # No warp still reads the block before: k_wide and v_wide take turns, and each `widen` ends with a barrier.
     widen(refs.k_block.at[slot], refs.k_wide)
-    z = scores(refs.q_block, refs.k_wide)
+    z = warpgroup.scores(refs.q_block, refs.k_wide)
     return z * per_column(refs.scale_block.at[slot], 0, z)
 
 
@@ -199,7 +172,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     m_old, l, acc = carry  # noqa: E741
     run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
     block = run.first + i
-    lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
+    lo, hi = decode_splits.visible_columns(cut, run, block, starts_of(refs, cut, at, block))
     # Read tile ids, page tables and scales of the block to copy next before this block's products: they are loads from
     # global memory, whose latency the products then hide.
     ahead = jnp.minimum(i + config.stages, run.count - 1)
@@ -212,11 +185,11 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     seen = (key >= lo) & (key < hi)
     y = jnp.where(seen, y, -jnp.inf)
     m = jnp.maximum(m_old, y.max(axis=1))
-    p = jnp.exp2(y - per_row(m, y))
+    p = jnp.exp2(y - warpgroup.per_row(m, y))
     alpha = jnp.exp2(m_old - m)
     sums = [p[:, n * cut.unit : (n + 1) * cut.unit].sum(axis=1) for n in range(cut.units)]
     l = l * alpha + functools.reduce(jnp.add, sums)  # noqa: E741
-    acc = acc * per_row(alpha, acc)
+    acc = acc * warpgroup.per_row(alpha, acc)
     if cut.role == "score":
         half = jax.lax.rem(i, jnp.int32(2))  # the copy of block i - 1's sums may still read the other half
         for n, total in enumerate(sums):
@@ -226,11 +199,11 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     if cut.shapes.scaled:
         widen(refs.v_block.at[slot], refs.v_wide)
         p = jnp.where(seen, p * per_column(refs.scale_block.at[slot], 1, p), 0.0)  # a hidden scale may be NaN
-        acc = accumulate(acc, p.astype(refs.v_wide.dtype), refs.v_wide)
+        acc = warpgroup.accumulate(acc, p.astype(refs.v_wide.dtype), refs.v_wide)
     else:
         # Only blocks at the ends of the range hold values that no row sees; a branch is cheaper than a mask in each.
-        pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
-        acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
+        pl.when((lo > 0) | (hi < cut.block_s))(lambda: warpgroup.blank_values(refs.v_block.at[slot], lo, hi))
+        acc = warpgroup.accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
 
     @pl.when(i + config.stages < run.count)
     def _():
@@ -254,8 +227,8 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
     seen = l > 0
     safe = jnp.where(seen, l, 1.0)
     lse = jnp.where(seen, m + jnp.log(safe) * LOG2_E, -jnp.inf)
-    refs.out_block[...] = acc * per_row(1.0 / safe, acc)  # acc is 0 where l is
-    refs.lse_block[...] = per_row(lse, acc)
+    refs.out_block[...] = acc * warpgroup.per_row(1.0 / safe, acc)  # acc is 0 where l is
+    refs.lse_block[...] = warpgroup.per_row(lse, acc)
     if cut.role == "score":
         half = jax.lax.rem(at.run.count, jnp.int32(2))  # the other half may still be copied: the last block's sums
         refs.row_block[half, 0] = lse
@@ -290,17 +263,21 @@ def body(*refs, cut: Cut, config: Config):
                 if cut.shapes.scaled:
                     store_scales(scales_of(named, cut, at, sources), named.scale_block.at[i])
 
-        state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
+        state = (
+            warpgroup.filled((ROWS,), FLOOR, ROW),
+            warpgroup.filled((ROWS,), 0.0, ROW),
+            warpgroup.filled((ROWS, head_dim), 0.0),
+        )
         plgpu.barrier_wait(named.q_landed)  # here, after the copies of keys have started: all are in flight together
         step = functools.partial(absorb, named, cut, config, at)
         finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))
 
     dtype, scaled = jnp.dtype(cut.shapes.dtype), cut.shapes.scaled
-    line = swizzled(dtype)
+    line = warpgroup.swizzled(dtype)
     stored, stored_line = (jnp.int8, ROWS_OF_BYTES) if scaled else (dtype, line)
     block = plgpu.SMEM((config.stages, cut.block_s, head_dim), stored, transforms=stored_line)
     wide = [plgpu.SMEM((cut.block_s, head_dim), dtype, transforms=line)] * 2 if scaled else []
-    out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=swizzled(jnp.float32))
+    out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=warpgroup.swizzled(jnp.float32))
     landed = plgpu.Barrier(num_arrivals=cut.block_s // cut.piece, num_barriers=config.stages)
     # The result is written once no block is in flight and no product reads one: it may take the blocks' memory.
     memory = {
@@ -322,7 +299,7 @@ def call(cut: Cut, config: Config):
     shapes, lead = cut.shapes, (cut.shapes.batch, cut.shapes.num_kv_heads)
     out = [jax.ShapeDtypeStruct((cut.splits, *lead, cut.stored_groups, shapes.head_dim), jnp.float32)] * 2
     if cut.role == "score":
-        out.append(jax.ShapeDtypeStruct((*lead, cut.parts, stored_units(cut), cut.rows), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((*lead, cut.parts, decode_splits.stored_units(cut), cut.rows), jnp.float32))
         out.append(jax.ShapeDtypeStruct((cut.splits, *lead, cut.parts, cut.rows), jnp.float32))
     return plgpu.kernel(
         functools.partial(body, cut=cut, config=config),
@@ -343,7 +320,7 @@ def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
     shapes = kv.shapes(q, selection)
     cut = cut_call(spec, shapes, config)
     # TMA copies 8 rows at a time. K and V with S a multiple of 8, and q with G up to 8, are not copied here.
-    k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
+    k, v = (warpgroup.whole_lines(x, 2) for x in (kv.k, kv.v))
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
     lists = () if selection is None else selection
@@ -351,22 +328,11 @@ def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
     table = () if kv.pages is None else (kv.pages,)
     partial = call(cut, config)(*positions, rows, k, v, *lists, *scales, *table)
     if cut.role == "score":
-        out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
+        out, lse, mass = decode_splits.merge_and_weigh(*partial, cut, positions, q.dtype)
     else:
-        (out, lse), mass = merge_splits(*partial, q.dtype), None
+        (out, lse), mass = decode_splits.merge_splits(*partial, q.dtype), None
     out, lse = (x[:, :, : cut.groups] for x in (out, lse))
     return AttentionOut(out.reshape(q.shape), LN_2 * lse[..., 0].reshape(q.shape[:3]), mass)
-
-
-dense = differentiable_decode(attend)
-"""Dense decode, differentiable in q, k and v."""
-
-
-def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call; `dense` runs those that it can, because it alone is differentiable."""
-    if role_of(spec, kv.shapes(q, selection)) == "dense" and kv.scales is None and kv.pages is None:
-        return dense(q, kv.k, kv.v, positions, spec, config)
-    return attend(q, kv, spec, positions, selection, config)
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
@@ -445,7 +411,7 @@ KERNELS = family(
     ("dense", "score", "sparse"),
     dtypes=DTYPES,
     supports=supports,
-    launch=launch,
+    launch=differentiable_decode(attend),
     Config=Config,
     default_config=default_config,
     search_space=search_space,

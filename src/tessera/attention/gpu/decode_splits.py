@@ -1,8 +1,7 @@
 """Splits of a Hopper decode call: which of a sequence's keys each thread block reads, and how their results are merged.
 
 A *block* consists of the block_s keys of one step of a kernel. It is divided into `units` *units*; one copy moves a
-unit, unless a page is shorter. In the dense role a unit is a whole block; in the sparse and score roles it is a tile if
-a tile is smaller than a block.
+unit, unless a page is shorter. In the sparse and score roles, a unit is a tile if a tile is smaller than a block.
 
 The second launch of a call merges the results of the splits and, in the score role, computes tile masses. Merging works
 in float32, with lse in bits (base 2):
@@ -14,11 +13,10 @@ takes a flat stretch, and every load is coalesced. XLA would take two to five la
 a small call.
 
 A tile's mass is 2^(bank - lse), summed over rows. The bank is log2 of each unit's sum of exponentials per row; lse is
-log2 of a row's whole sum. In the score role, the first thread blocks merge the splits. Each other thread block computes
-the masses of a *piece*: a few hundred tiles of one KV head. It cannot wait for the merged lse, so it merges lse again
-from the splits' values, 4 bytes per row and split, while its part of the bank is being loaded. Thread blocks without a
-visible tile read nothing. The decode kernel does not write units that no row sees, so they are masked by position.
-Work: one exponential per (row, unit). The time is bounded by reading the bank once, at 4 bytes per row and unit.
+log2 of a row's whole sum. The first thread blocks merge the splits. Each other one computes the masses of a *piece*: a
+few hundred tiles of one KV head. It cannot wait for the merged lse, so it merges lse again from the splits' values, 4
+bytes per row and split, while its part of the bank is being loaded. Units that no row sees are not written, so they are
+masked by position. Reading the bank once, at 4 bytes per row and unit, bounds the time.
 """
 
 import functools

@@ -88,13 +88,8 @@ def without_padding(scales: list[Array], valid: list[Array]) -> list[Array]:
 def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Callable, valid: Callable) -> None:
     """Run prefill's fetching warpgroup: convert `count` blocks of K and V to q's dtype, as stages are handed back.
 
-    While one block is converted, the next one is copied.
-
-    Args:
-        refs: a kernel's `Refs`, with `landing` and `landed`.
-        copy: (block, 0 for K or 1 for V) -> None, which starts the block's copies.
-        scales: block -> the scales of its keys and those of its values, as `row_scales` returns them.
-        valid: block -> for every 64 rows of the block, how many of them hold valid keys.
+    While one block is converted, the next one is copied: copy(block, 0 for K or 1 for V) starts that. scales(block)
+    returns the scales of its keys and values (`row_scales`), and valid(block) the number of valid keys per 64 rows.
     """
     both = ((refs.k_smem, refs.k_full, refs.k_free), (refs.v_smem, refs.v_full, refs.v_free))
 

@@ -2,13 +2,9 @@
 
 The kernel is like `gpu.sparse`, but cannot fetch by TMA, whose copies take at least eight rows. Instead, the 128
 threads of the fetching warpgroup copy the listed rows of K and V with cp.async, 16 bytes at a time, to where the
-products expect them. Shared memory consists of [8, 64] pieces of 16-bit numbers, with a line of 128 bytes per row.
-Within a line, 16-byte columns are swizzled: column c of row r is stored at c ^ (r % 8), which is the rule of TMA's and
-wgmma's 128-byte swizzle (see `place_of`).
-
-A thread waits for its own copies of a block, while copies of the next `stages - 2` blocks are in flight. It then makes
-them visible to the tensor core (a proxy fence) and arrives at the block's barrier. The positions of the keys are also
-written to shared memory, for the masks at the ends of a list.
+products expect them (`place_of`). Keys' positions also go to shared memory, for the masks at the ends of a list. A
+thread waits for its own copies of a block, while copies of the next `stages - 2` blocks are in flight, makes them
+visible to the tensor core (a proxy fence) and arrives at the block's barrier.
 
 Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. Simulated
 tests thus cover the barriers and the masks but not `copy_rows`, which only the checks of compiled code
@@ -49,10 +45,10 @@ LIST = plgpu.Layout.WGMMA.reduce(0)
 
 
 def place_of(row, column, columns: int):
-    """Return the offset of a 16-byte column of a row of keys in swizzled shared memory, in units of 16 bytes.
+    """Return the offset of one of a row's 16-byte columns in swizzled shared memory, in units of 16 bytes.
 
-    A row has `columns` columns. Each group of 8 rows is stored as pieces of [8 rows, 128 bytes]. Within its 128-byte
-    line, column c of row r is stored at c ^ (r % 8).
+    Each group of 8 rows is stored as pieces of [8 rows, 128 bytes]. Within its 128-byte line, column c of row r is
+    stored at c ^ (r % 8), by the rule of TMA's and wgmma's 128-byte swizzle.
     """
     line = LINE_BYTES // COPY_BYTES
     piece = (row // 8) * (columns // line) + column // line
@@ -60,10 +56,9 @@ def place_of(row, column, columns: int):
 
 
 def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> None:
-    """Start this thread's part of the copies of block_s listed keys and values, and write the keys' positions.
+    """Start this thread's part of the copies of block_s keys and values, listed from entry `first` on.
 
-    The copies begin at entry `first` of the list. Entries past the end of the list copy the last key, with position
-    NEVER.
+    Entries past the end of the list copy the last key, with position NEVER.
     """
     last = read(refs, item, "end") - 1
     if simulated():  # the interpreter has no copies by single threads
@@ -149,7 +144,7 @@ def wait_for_copies(left: int) -> None:
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
     """Run the fetching warpgroup: copy every block of the list as stages are handed back, stages - 2 in flight.
 
-    The other two stages are in use: the values of a block are handed back only after the scores of the next block.
+    The other two are in use: a block's values are handed back only after the next block's scores.
     """
     (item,), ahead = items, cut.stages - 2
     begin, stop = read(refs, item, "begin"), blocks_of(refs, item, cut)[2]

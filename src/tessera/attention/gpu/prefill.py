@@ -38,29 +38,12 @@ from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
-from tessera.attention.gpu import int8_keys
+from tessera.attention.gpu import int8_keys, warpgroup
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, convert_blocks, padded, row_scales
 from tessera.attention.gpu.pages import LEAST_KEYS, page_refusal, piece_of, places
-from tessera.attention.gpu.warpgroup import (
-    COMPUTE_REGISTERS,
-    FETCH_REGISTERS,
-    HOPPER,
-    LINE_BYTES,
-    ROW,
-    ROWS,
-    SHARED_BYTES,
-    WARPGROUPS,
-    accumulate,
-    both_products,
-    filled,
-    per_row,
-    scores,
-    swizzled,
-    tanh,
-    whole_lines,
-)
+from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES, WARPGROUPS
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import family
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
@@ -72,26 +55,18 @@ BITS = 1 << 27
 """Maximum number of float32 values in `Refs.bits` per launch in the score role: 512 MiB."""
 BLOCK_T = WARPGROUPS * ROWS
 """Query rows per thread block."""
-LINE = LINE_BYTES // 2
+LINE = warpgroup.LINE_BYTES // 2
 """16-bit numbers per swizzled line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes.
+    """Block sizes, and what overlaps."""
 
-    Attributes:
-        block_s: keys per block in shared memory: 64 or 128.
-        stages: blocks of K, and of V, that shared memory holds.
-        overlap: whether the tensor core still multiplies a block's weights and values while the next block's scores
-            are turned into weights.
-        turns: whether the two warpgroups take turns at the tensor core.
-    """
-
-    block_s: int = 128
-    stages: int = 2
-    overlap: bool = True
-    turns: bool = True
+    block_s: int = 128  # keys per block in shared memory: 64 or 128
+    stages: int = 2  # blocks of K, and of V, that shared memory holds
+    overlap: bool = True  # whether a block's weights are multiplied by its values while the next block's are computed
+    turns: bool = True  # whether the two warpgroups take turns at the tensor core
 
     def __post_init__(self):
         if self.block_s not in (64, 128):
@@ -195,10 +170,12 @@ class Rows(NamedTuple):
         plgpu.barrier_wait(refs.v_full.at[slot])
         if not self.cut.scaled:  # the fetching warpgroup clears int8 values
             self.clear_values(c)  # before the scores, while registers are free
-        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
+        s = warpgroup.scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
         plgpu.barrier_arrive(refs.k_free.at[slot])  # `scores` has waited for the product: nothing reads K any more
         m, l, alpha, p = self.weigh(s, c, *state[:2], masked=True)  # noqa: E741
-        acc = accumulate(state[2] * per_row(alpha, state[2]), p.astype(self.cut.dtype), refs.v_smem.at[slot])
+        acc = warpgroup.accumulate(
+            state[2] * warpgroup.per_row(alpha, state[2]), p.astype(self.cut.dtype), refs.v_smem.at[slot]
+        )
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return m, l, acc
 
@@ -207,15 +184,15 @@ class Rows(NamedTuple):
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         # The other warpgroup may issue its product once this one is issued, not once it is done.
-        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
+        s = warpgroup.scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         m, l, alpha, p = self.weigh(s, c, *state[:2])  # noqa: E741
-        acc = state[2] * per_row(alpha, state[2])
+        acc = state[2] * warpgroup.per_row(alpha, state[2])
         # Keep the compiler from moving this vector work past the turn, where it would delay the other warpgroup.
         acc, m, l, p = jax.lax.optimization_barrier((acc, m, l, p.astype(self.cut.dtype)))  # noqa: E741
         plgpu.barrier_wait(refs.v_full.at[slot])
         self.take_turn()
-        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        acc = warpgroup.accumulate(acc, p, refs.v_smem.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return m, l, acc
 
@@ -223,9 +200,9 @@ class Rows(NamedTuple):
         """Absorb key blocks [first, stop), at least one, with overlap (see `Config`); every row sees them in full."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
-        s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
+        s = warpgroup.scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
         m, l, alpha, p = self.weights(s, first, *state[:2])  # noqa: E741
-        acc = state[2] * per_row(alpha, state[2])
+        acc = state[2] * warpgroup.per_row(alpha, state[2])
         self.take_turn()
 
         def round_of(c, carry):
@@ -239,12 +216,12 @@ class Rows(NamedTuple):
             def weights(s):
                 return self.weights(s, c, m, l)
 
-            acc, (m, l, alpha, p) = both_products(  # noqa: E741
+            acc, (m, l, alpha, p) = warpgroup.both_products(  # noqa: E741
                 refs.q_smem.at[wg], refs.k_smem.at[slot], acc, p, refs.v_smem.at[before], weights, self.take_turn
             )
             plgpu.barrier_arrive(refs.v_free.at[before])
             # alpha belongs to block c, whose values are not in acc yet, so it scales acc after the sum of block c - 1.
-            acc = acc * per_row(alpha, acc)
+            acc = acc * warpgroup.per_row(alpha, acc)
             # Round only now: until here the tensor core reads the registers that receive the rounded weights.
             p = jax.lax.optimization_barrier(p.astype(self.cut.dtype))
             self.take_turn()
@@ -254,7 +231,7 @@ class Rows(NamedTuple):
         (m, l, acc), p = jax.lax.fori_loop(first + 1, stop, round_of, carry)  # noqa: E741
         slot = self.slot(stop - 1)  # the last block's weights still lack their values
         plgpu.barrier_wait(refs.v_full.at[slot])
-        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        acc = warpgroup.accumulate(acc, p, refs.v_smem.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return m, l, acc
 
@@ -270,7 +247,7 @@ class Rows(NamedTuple):
         s = self.hide(s, c) if masked else s
         new_m = jnp.maximum(m, s.max(1) * factor)
         alpha = jnp.exp2(m - new_m)
-        p = jnp.exp2(s * factor - per_row(new_m, s))
+        p = jnp.exp2(s * factor - warpgroup.per_row(new_m, s))
         if not cut.spec.mass:
             return new_m, l * alpha + p.sum(1), alpha, p
         units, item = cut.config.block_s // cut.unit, self.item
@@ -290,9 +267,9 @@ class Rows(NamedTuple):
             return jnp.where(key < stop - start, s, -jnp.inf)
         row = self.position()
         # One limit per row covers kv_len and the diagonal: one comparison per score instead of two.
-        seen = key < per_row(jnp.minimum(stop, row + 1) - start, s)
+        seen = key < warpgroup.per_row(jnp.minimum(stop, row + 1) - start, s)
         if spec.window is not None:
-            seen = seen & (key > per_row(row - start - spec.window, s))
+            seen = seen & (key > warpgroup.per_row(row - start - spec.window, s))
         return jnp.where(seen, s, -jnp.inf)
 
     def clear_values(self, c: Array) -> None:
@@ -321,7 +298,7 @@ class Rows(NamedTuple):
         (m, l, acc), refs, item = state, self.refs, self.item  # noqa: E741
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + (item.row + self.wg * ROWS)
         seen = (l > 0) & (row < refs.q_len[item.b])
-        inverse = per_row(jnp.where(seen, 1.0 / l, 0.0), acc)
+        inverse = warpgroup.per_row(jnp.where(seen, 1.0 / l, 0.0), acc)
         rows, out_smem = pl.ds(item.at + self.wg * ROWS, ROWS), refs.q_smem.at[self.wg]
         out_smem[...] = jnp.where(inverse > 0, acc * inverse, 0.0).astype(self.cut.dtype)
         refs.lse[item.b, item.n, rows] = jnp.where(seen, m + jnp.log(l) * LOG2_E, -jnp.inf)
@@ -334,7 +311,7 @@ def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
     """Return z and a factor > 0 such that z * factor are the scores in bits: log2(e) * softcap(scale * s), s = q.k."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     if cap is not None:
-        return tanh(s, scale / cap), cap * LOG2_E
+        return warpgroup.tanh(s, scale / cap), cap * LOG2_E
     return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
 
 
@@ -366,7 +343,7 @@ def copy_pieces(source, target, landed, sources: list[tuple], item: Item, cut: C
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     """Run the fetching warpgroup: copy every key block of the range, K before V, as stages are handed back."""
     # The warpgroups share 65,536 registers: issuing copies takes few, and accumulators need the rest.
-    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+    plgpu.set_max_registers(warpgroup.FETCH_REGISTERS, action="decrease")
     stages, blocks = cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
     both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
@@ -410,12 +387,18 @@ def fetch_int8(refs: Refs, item: Item, cut: Cut) -> None:
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     """Run a compute warpgroup: absorb every key block of the range for its 64 rows, then write `out` and `lse`."""
-    plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(
+        int8_keys.COMPUTE_REGISTERS if cut.scaled else warpgroup.COMPUTE_REGISTERS, action="increase"
+    )
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
     blocks = blocks_of(refs, item, cut)
     rows = Rows(refs, item, wg, blocks.start, cut)
-    state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, cut.head_dim), 0.0))
+    state = (
+        warpgroup.filled((ROWS,), FLOOR, ROW),
+        warpgroup.filled((ROWS,), 0.0, ROW),
+        warpgroup.filled((ROWS, cut.head_dim), 0.0),
+    )
     plgpu.barrier_wait(refs.q_full.at[wg])
     if cut.spec.window is not None:
         state = jax.lax.fori_loop(blocks.start, blocks.whole, rows.masked, state)
@@ -453,7 +436,7 @@ def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, 
     ]
     if cut.spec.mass:
         out.append(jax.ShapeDtypeStruct((batch, num_heads, cut.units, blocks * BLOCK_T), jnp.float32))
-    line = swizzled(q.dtype)
+    line = warpgroup.swizzled(q.dtype)
     keys = plgpu.SMEM((config.stages, config.block_s, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
     landing = plgpu.SMEM((2, config.block_s, head_dim), jnp.int8, transforms=ROWS_OF_BYTES)
@@ -492,7 +475,7 @@ def attend(q, kv: KeyValues, positions: Positions, spec: AttentionSpec, config: 
     kv_heads, num_keys = shapes.num_kv_heads, shapes.num_keys
     cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), shapes.scaled, shapes.page)
     # TMA fills swizzled shared memory 8 rows at a time. Pad S and T with zeros, which kv_len and q_len exclude.
-    q, k, v = whole_lines(q, 1), *(whole_lines(x, 2) for x in kv[:2])
+    q, k, v = warpgroup.whole_lines(q, 1), *(warpgroup.whole_lines(x, 2) for x in kv[:2])
     scales = padded(kv.scales) if shapes.scaled and shapes.page is None else kv.scales
     kv, rows = KeyValues(k, v, kv.pages, scales), q.shape[1]
     if not spec.mass:
@@ -551,12 +534,7 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-def attend_to_floats(q, k, v, *call) -> AttentionOut:
-    """Run `attend` on contiguous keys and values [B,K,S,H] in q's dtype."""
-    return attend(q, KeyValues(k, v), *call)
-
-
-dense = differentiable(attend_to_floats, gpu_backward.gradients)
+dense = differentiable(lambda q, k, v, *call: attend(q, KeyValues(k, v), *call), gpu_backward.gradients)
 """Dense prefill with a gradient, which `gpu.backward` computes."""
 
 

@@ -1,14 +1,12 @@
 """Sparse prefill attention for Hopper: each query tile reads only its listed key tiles, in place.
 
-A thread block computes the rows of a query tile (see `sparse_rows`): two warpgroups compute, the third fetches. TMA
-copies the listed tiles of K and V, in list order, end to end into shared-memory blocks of block_s keys, up to `stages`
-blocks ahead. Each block has a barrier that counts its copies and a second barrier, on which the compute warpgroups hand
-the block back.
+A thread block computes the rows of a query tile (see `sparse_rows`). TMA copies the listed tiles of K and V, in list
+order, end to end into shared-memory blocks of block_s keys, up to `stages` blocks ahead. Each block has a barrier that
+counts its copies and a second one, on which the compute warpgroups hand the block back.
 
-Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
-kv_len and the end of the list at the end. If the last block holds fewer tiles, its last tile is copied repeatedly and
-the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
-in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
+If the last block holds fewer tiles, its last tile is copied repeatedly and the copies are masked. The kernel never
+reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN: in the one block of a list that can hold
+any, the fetching warpgroup zeroes them before it announces the block.
 
 Int8 keys and values are copied into int8 buffers. The fetching warpgroup multiplies them by their scales and writes the
 products, rounded to bfloat16, into the blocks (`int8_keys`). Keys may be in pages (`pages`).

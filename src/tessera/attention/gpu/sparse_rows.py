@@ -1,10 +1,9 @@
 """What the two sparse prefill kernels of Hopper share: `gpu.sparse` reads tiles, `gpu.keys` single keys.
 
-They differ in how listed keys get into shared memory and in how scores are masked (see `Source`). A thread block has
-two compute warpgroups and one that fetches. The compute warpgroups share the G * query_tile rows (query head, token) of
-a query tile, or of a part of it, in one or two 64-row blocks each, and read the same keys. In `gpu.sparse`, if all rows
-fit in one 64-row block, head_dim is at most 128 and keys are not int8, each compute warpgroup has its own query tile
-and list instead.
+They differ in how keys get into shared memory and in how scores are masked (`Source`). A thread block has two compute
+warpgroups and one that fetches. The compute warpgroups share the G * query_tile rows (query head, token) of a query
+tile, or of a part of it, in one or two 64-row blocks each, and read the same keys. In `gpu.sparse`, if all rows fit in
+one 64-row block, head_dim is at most 128 and keys are not int8, each has its own query tile and list instead.
 
 Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full
 (`ListBounds`). Tile ids ascend, so each part is one range of the list, and entries that need masks lie between the ends
@@ -30,23 +29,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.gpu import int8_keys
-from tessera.attention.gpu.warpgroup import (
-    LEAST_TOKENS,
-    LIST_COMPUTE_REGISTERS,
-    LIST_FETCH_REGISTERS,
-    ROW,
-    ROWS,
-    WARPGROUPS,
-    accumulate,
-    both_products,
-    filled,
-    per_row,
-    scores,
-    swizzled,
-    tanh,
-    whole_lines,
-)
+from tessera.attention.gpu import int8_keys, warpgroup
+from tessera.attention.gpu.warpgroup import ROW, ROWS, WARPGROUPS
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 
@@ -60,17 +44,11 @@ NEVER = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes.
+    """Block sizes."""
 
-    Attributes:
-        rows: rows per compute warpgroup: 64 or 128.
-        block_s: keys per block in shared memory: 64 or 128.
-        stages: blocks of K, and of V, that shared memory holds per list.
-    """
-
-    rows: int = 64
-    block_s: int = 128
-    stages: int = 2
+    rows: int = 64  # per compute warpgroup: 64 or 128
+    block_s: int = 128  # keys per block in shared memory: 64 or 128
+    stages: int = 2  # blocks of K, and of V, that shared memory holds per list
 
     def __post_init__(self):
         if self.rows not in (64, 128):
@@ -126,7 +104,7 @@ class Cut(NamedTuple):
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     """Compute the sizes of a launch from the call and the block sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
-    tokens = round_up(min(spec.query_tile, shapes.num_queries), LEAST_TOKENS)
+    tokens = round_up(min(spec.query_tile, shapes.num_queries), warpgroup.LEAST_TOKENS)
     chunk, rows = math.gcd(tokens, ROWS), groups * tokens
     row_blocks = config.rows // ROWS if rows > WARPGROUPS * ROWS else 1
     return Cut(
@@ -274,7 +252,9 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     """Run a compute warpgroup: absorb every block of the list for its rows, then write `out` and `lse`."""
-    plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else LIST_COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(
+        int8_keys.COMPUTE_REGISTERS if cut.scaled else warpgroup.LIST_COMPUTE_REGISTERS, action="increase"
+    )
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
     first_block = item.part * (WARPGROUPS * cut.row_blocks) + (0 if cut.lists == 2 else mine[0])
@@ -288,7 +268,11 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
 
     rows = Rows(refs, item, first_block, mine, hide, cut)
     head, whole, stop = blocks_of(refs, item, cut)
-    state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, cut.head_dim), 0.0))
+    state = (
+        warpgroup.filled((ROWS,), FLOOR, ROW),
+        warpgroup.filled((ROWS,), 0.0, ROW),
+        warpgroup.filled((ROWS, cut.head_dim), 0.0),
+    )
     states = (state,) * cut.row_blocks
     if cut.spec.window is not None:
         states = jax.lax.fori_loop(0, head, rows.masked, states)
@@ -321,12 +305,12 @@ class Rows(NamedTuple):
         # Always 0, unknown to the compiler: values that depend on it are computed when used, not held in registers.
         zero = jnp.minimum(c, 0)
         for r, (m, l, acc) in enumerate(states):  # noqa: E741
-            s = scores(refs.q_smem.at[self.mine[r] + zero], refs.k_smem.at[slot])
+            s = warpgroup.scores(refs.q_smem.at[self.mine[r] + zero], refs.k_smem.at[slot])
             hide = functools.partial(
                 self.hide, block=c, row_block=self.first_block + r + zero, refs=refs, item=self.item, cut=cut
             )
             m, l, alpha, p = weigh(s, m, l, cut, hide)  # noqa: E741
-            acc = accumulate(acc * per_row(alpha, acc), p.astype(cut.dtype), refs.v_smem.at[slot])
+            acc = warpgroup.accumulate(acc * warpgroup.per_row(alpha, acc), p.astype(cut.dtype), refs.v_smem.at[slot])
             states[r] = (m, l, acc)
         # Only now: every row block reads the same keys, so the stage is free after the last one's products.
         plgpu.barrier_arrive(refs.k_free.at[slot])
@@ -345,7 +329,7 @@ class Rows(NamedTuple):
         (m, l, acc), slot = states[-1], self.item.slot(stop - 1, cut)  # noqa: E741
         if cut.row_blocks == 1:  # otherwise `rounds` has waited, for row block 0
             plgpu.barrier_wait(self.refs.v_full.at[slot])
-        acc = accumulate(acc, p, self.refs.v_smem.at[slot])
+        acc = warpgroup.accumulate(acc, p, self.refs.v_smem.at[slot])
         plgpu.barrier_arrive(self.refs.v_free.at[slot])
         return (*states[:-1], (m, l, acc))
 
@@ -363,19 +347,19 @@ class Rows(NamedTuple):
 
             q_smem, k_smem = refs.q_smem.at[self.mine[r] + jnp.minimum(c, 0)], refs.k_smem.at[slot]
             if p is None:
-                m, l, alpha, weight = weights(scores(q_smem, k_smem))  # noqa: E741
+                m, l, alpha, weight = weights(warpgroup.scores(q_smem, k_smem))  # noqa: E741
             else:
                 before, v_slot = (r - 1, slot) if r else (last, self.item.slot(c - 1, cut))
                 if before == 0:  # the first row block to multiply these values waits for them, on behalf of all
                     plgpu.barrier_wait(refs.v_full.at[v_slot])
-                acc, (m, l, alpha, weight) = both_products(  # noqa: E741
+                acc, (m, l, alpha, weight) = warpgroup.both_products(  # noqa: E741
                     q_smem, k_smem, states[before][2], p, refs.v_smem.at[v_slot], weights
                 )
                 states[before] = (*states[before][:2], acc)
                 if before == last:
                     plgpu.barrier_arrive(refs.v_free.at[v_slot])
             acc = states[r][2]
-            states[r] = (m, l, acc * per_row(alpha, acc))
+            states[r] = (m, l, acc * warpgroup.per_row(alpha, acc))
             # Round only now: until here the tensor core reads the registers that receive the rounded weights.
             p = jax.lax.optimization_barrier(weight.astype(cut.dtype))
         return tuple(states), p
@@ -384,11 +368,11 @@ class Rows(NamedTuple):
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
     """Run a softmax update with scores s: return the new m, the new l, the factor on acc, and the weights."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
-    s, factor = (s, scale * LOG2_E) if cap is None else (tanh(s, scale / cap), cap * LOG2_E)
+    s, factor = (s, scale * LOG2_E) if cap is None else (warpgroup.tanh(s, scale / cap), cap * LOG2_E)
     s = hide(s)
     new_m = jnp.maximum(m, s.max(1) * factor)
     alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(s * factor - per_row(new_m, s))
+    p = jnp.exp2(s * factor - warpgroup.per_row(new_m, s))
     return new_m, l * alpha + p.sum(1), alpha, p
 
 
@@ -397,7 +381,7 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
     m, l, acc = state  # noqa: E741
     seen = (l > 0) & (token_of(row_block, cut) < read(refs, item, "rows"))
     inverse = jnp.where(seen, 1.0 / l, 0.0)
-    out = jnp.where(per_row(inverse, acc) > 0, acc * per_row(inverse, acc), 0.0)
+    out = jnp.where(warpgroup.per_row(inverse, acc) > 0, acc * warpgroup.per_row(inverse, acc), 0.0)
     out_smem, lse_smem = refs.q_smem.at[mine], refs.lse_smem.at[mine]
     out_smem[...] = out.astype(cut.dtype)
     lse_smem[...] = jnp.where(seen, m * LN_2 + jnp.log(l), -jnp.inf)
@@ -436,7 +420,9 @@ def body(*refs, source: Source, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch_keys():
-        plgpu.set_max_registers(int8_keys.FETCH_REGISTERS if cut.scaled else LIST_FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(
+            int8_keys.FETCH_REGISTERS if cut.scaled else warpgroup.LIST_FETCH_REGISTERS, action="decrease"
+        )
         source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
 
 
@@ -444,7 +430,7 @@ def whole_tiles(q: Array, cut: Cut) -> Array:
     """Pad each query tile of q [B,T,N,H] to cut.tokens tokens, so that TMA can address it."""
     query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
     if cut.num_tiles == 1 or cut.tokens == query_tile:
-        return whole_lines(q, 1)
+        return warpgroup.whole_lines(q, 1)
     q = jnp.pad(q, ((0, 0), (0, cut.num_tiles * query_tile - num_queries), (0, 0), (0, 0)))
     q = q.reshape(batch, cut.num_tiles, query_tile, *row)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, cut.tokens - query_tile), (0, 0), (0, 0)))
@@ -455,7 +441,7 @@ def launch(q, kv: KeyValues, positions: Positions, selection: Selection, cut: Cu
     """Run the whole call: plan every list, then launch one kernel."""
     batch, num_queries, num_heads, head_dim = q.shape
     length, query_tile = cut.num_tiles * cut.tokens, cut.spec.query_tile
-    line, slots, row_blocks = swizzled(q.dtype), cut.lists * cut.stages, WARPGROUPS * cut.row_blocks
+    line, slots, row_blocks = warpgroup.swizzled(q.dtype), cut.lists * cut.stages, WARPGROUPS * cut.row_blocks
     keys = plgpu.SMEM((slots, cut.block_s, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS // cut.lists, num_barriers=slots)
     out, lse = plgpu.kernel(

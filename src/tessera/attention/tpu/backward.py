@@ -30,25 +30,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
-from tessera.attention.online_softmax import LOG2_E
-from tessera.attention.tpu.matrix_unit import LANES, chip
+from tessera.attention.online_softmax import LOG2_E, query_factor, scale_of
+from tessera.attention.tpu.matrix_unit import LANES, chip, dot
 from tessera.attention.tpu.prefill_blocks import masked_runs
 from tessera.core.shapes import ceil_div, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes, each a power of two of at least 128.
+    """Block sizes, each a power of two of at least 128."""
 
-    Attributes:
-        block_t: query tokens per row block (block_t * G rows).
-        block_s: keys per slab. Longer slabs reduce the traffic of dq, but a slab must fit in VMEM.
-        chunk: keys per loop iteration, at most block_s.
-    """
-
-    block_t: int
-    block_s: int
-    chunk: int
+    block_t: int  # query tokens per row block (block_t * G rows)
+    block_s: int  # keys per slab. Longer slabs reduce the traffic of dq, but a slab must fit in VMEM.
+    chunk: int  # keys per loop iteration, at most block_s
 
     def __post_init__(self):
         for name in ("block_t", "block_s", "chunk"):
@@ -73,12 +67,11 @@ class Cut(NamedTuple):
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+        return scale_of(self.spec, self.head_dim)
 
     @property
     def factor(self) -> float:
-        """Factor that q is multiplied by, so that q.k are scores in bits or, with a softcap, arguments of tanh."""
-        return self.scale / self.spec.softcap if self.spec.softcap else self.scale * LOG2_E
+        return query_factor(self.spec, self.head_dim)
 
 
 class Refs(NamedTuple):
@@ -233,7 +226,7 @@ def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
         out, d_out = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (out, d_out))
         refs.d_rows[g] = d_out.astype(refs.d_rows.dtype)
         # A product with ones sums each row and leaves the sums along lanes, where `absorb` broadcasts them over keys.
-        refs.offset[g : g + 1] = dot(ones, d_out * out, 1, 1)[:1] - refs.d_lse[0, 0, g : g + 1]
+        refs.offset[g : g + 1] = dot(ones, d_out * out, 1)[:1] - refs.d_lse[0, 0, g : g + 1]
 
 
 def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
@@ -248,19 +241,19 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
     dk, dv = refs.dk_sum[at], refs.dv_sum[at]
     for g in range(cut.groups):
         q, d_out = refs.q_scaled[g], refs.d_rows[g]
-        y = dot(k, q, 1, 1)  # [keys, tokens], like all that follows
+        y = dot(k, q, 1)  # [keys, tokens], like all that follows
         if cut.spec.softcap:
             t = jnp.tanh(y)
             y = t * (cut.spec.softcap * LOG2_E)
         if mask is not None:
             y = jnp.where(mask, y, -jnp.inf)
         p = jnp.exp2(y - refs.bits[0, 0, g : g + 1])
-        ds = p * (dot(v, d_out, 1, 1) - refs.offset[g : g + 1])
+        ds = p * (dot(v, d_out, 1) - refs.offset[g : g + 1])
         if cut.spec.softcap:
             ds = ds * (1 - t * t)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)  # the matrix unit's operands; the sums stay float32
-        dv = dv + dot(p, d_out, 1, 0)
-        dk = dk + dot(ds, q, 1, 0)
+        dv = dv + dot(p, d_out, 0)
+        dk = dk + dot(ds, q, 0)
         refs.dq_sum[g] += dot(ds, k, 0, 0)
     refs.dk_sum[at], refs.dv_sum[at] = dk, dv
 
@@ -278,13 +271,6 @@ def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array
         if cut.spec.window is not None:
             mask = mask & (key > row - cut.spec.window)
     return mask, jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.head_dim), 0) + start < kv_len
-
-
-def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
-    """Multiply two matrices with float32 sums, contracting the given axes; float32 operands get full precision."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((contract_a,), (contract_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def gradients(

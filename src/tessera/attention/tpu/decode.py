@@ -1,14 +1,13 @@
 """Decode attention for TPU: one query row per sequence.
 
-Reading the KV cache limits the speed of decode, so every byte is read only once.
-
-K and V stay in HBM. A grid step processes one sequence and a few KV heads. It loops over the blocks of block_s keys
-that hold the sequence's visible keys (a run-time trip count). While it computes on one of two buffers, it copies the
-next block into the other; during its last block it copies the first block of the next sequence. A ragged batch
-therefore wastes no step, and the copies never pause. A block that is only partly visible is copied in small units, so
-that less than one unit is copied needlessly at each end of the visible range. Int8 keys and values enter the matrix
-unit as bfloat16, which holds them exactly. Their scales are copied with them and multiply the scores and the weights;
-in all three arrays, keys lie along lanes.
+Reading the KV cache limits the speed of decode, so every byte is read only once. K and V stay in HBM. A grid step
+processes one sequence and a few KV heads. It loops over the blocks of block_s keys that hold the sequence's visible
+keys (a run-time trip count). While it computes on one of two buffers, it copies the next block into the other; during
+its last block it copies the first block of the next sequence. A ragged batch therefore wastes no step, and the copies
+never pause. A block that is only partly visible is copied in small units, so that less than one unit is copied
+needlessly at each end of the visible range. Int8 keys and values enter the matrix unit as bfloat16, which holds them
+exactly. Their scales are copied with them and multiply the scores and the weights; in all three arrays, keys lie along
+lanes.
 
 In the dense and score roles, a block holds block_s consecutive keys. In the sparse role, it holds the listed tiles of
 each head, laid end to end. Ids ascend, so there, too, a row sees one range [lo, hi), now of positions in the list, and
@@ -39,27 +38,8 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, S
 from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import distinct, family, role_of
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
-from tessera.attention.tpu import pages
-from tessera.attention.tpu.decode_blocks import (
-    LANES,
-    Cut,
-    Ranges,
-    Stream,
-    blank_values,
-    count_scopes,
-    cut_call,
-    find_ranges,
-    is_whole,
-    lay_out,
-    list_units,
-    listed_keys,
-    merge,
-    move_keys,
-    move_tiles,
-    span,
-    stream_lists,
-    stream_table,
-)
+from tessera.attention.tpu import decode_blocks, pages
+from tessera.attention.tpu.decode_blocks import LANES, Cut, Ranges, Stream, cut_call
 from tessera.attention.tpu.matrix_unit import chip, product, thirds
 from tessera.core.shapes import ceil_div, round_up
 
@@ -70,17 +50,11 @@ COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes, clipped to the call's sizes.
+    """Block sizes, clipped to the call's sizes."""
 
-    Attributes:
-        block_s: keys per block and head (in the sparse role, listed keys).
-        block_heads: KV heads per grid step, rounded down to a divisor of K.
-        splits: parts of the visible range that run in parallel and are merged by lse; the score role always uses 1.
-    """
-
-    block_s: int
-    block_heads: int
-    splits: int = 1
+    block_s: int  # keys per block and head (in the sparse role, listed keys)
+    block_heads: int  # KV heads per grid step, rounded down to a divisor of K
+    splits: int = 1  # parts of the visible range that run in parallel and are merged by lse; always 1 in the score role
 
     def __post_init__(self):
         for name in ("block_s", "block_heads", "splits"):
@@ -130,9 +104,13 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Arr
         z = z * scales[:1]
     cap = cut.spec.softcap
     y = z * (scale * LOG2_E) if cap is None else (cap * LOG2_E) * jnp.tanh(z * (scale / cap))
-    lo, hi = span(refs.stream, cut, step, head, block)
+    lo, hi = decode_blocks.span(refs.stream, cut, step, head, block)
     key = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
-    seen = (key >= lo) & (key < hi) & (cut.role != "sparse" or listed_keys(refs.stream, cut, step, head, block))
+    seen = (
+        (key >= lo)
+        & (key < hi)
+        & (cut.role != "sparse" or decode_blocks.listed_keys(refs.stream, cut, step, head, block))
+    )
     v_scale = jnp.where(seen, scales[1:], 0.0) if cut.scaled else None  # p is 0 there, and 0 * NaN is NaN
     return jnp.where(seen, y, -jnp.inf), v_scale
 
@@ -218,7 +196,7 @@ def body(*refs, cut: Cut):
     index = pl.program_id(0) * cut.steps + step
     ranges = refs.stream.ranges
     first, count, before = ranges.first[index], ranges.count[index], ranges.before[index]
-    move = move_tiles if cut.role == "sparse" else move_keys
+    move = decode_blocks.move_tiles if cut.role == "sparse" else decode_blocks.move_keys
 
     @pl.when(step % cut.pieces == 0)
     def _():
@@ -261,8 +239,8 @@ def body(*refs, cut: Cut):
             # count bytes, so the waits must add up to what was copied: `move` takes the same branches for both.
             move(refs.stream, cut, step, first + i, slot, "wait", "wait")
             if not cut.scaled:  # an int8 value is never NaN
-                pl.when(~is_whole(refs.stream, cut, step, first + i))(
-                    lambda: blank_values(refs.stream, cut, step, first + i, slot)
+                pl.when(~decode_blocks.is_whole(refs.stream, cut, step, first + i))(
+                    lambda: decode_blocks.blank_values(refs.stream, cut, step, first + i, slot)
                 )
             absorb(refs, cut, step, first + i, slot)
 
@@ -284,14 +262,16 @@ def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
     )
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
-    keys = lay_out(cut, kv)
-    lists = None if selection is None else list_units(cut, selection)
+    keys = decode_blocks.lay_out(cut, kv)
+    lists = None if selection is None else decode_blocks.list_units(cut, selection)
     table = None if kv.pages is None else pages.clipped(kv.pages, kv.k)
-    ids = () if table is None else (stream_table(table),)
+    ids = () if table is None else (decode_blocks.stream_table(table),)
     if lists is not None:
-        ids = (stream_lists(cut, lists, table),)
-    out, lse, *mass = call(cut, q.dtype, kv.k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, *keys)
-    out, lse = merge(out, lse[..., 0])
+        ids = (decode_blocks.stream_lists(cut, lists, table),)
+    out, lse, *mass = call(cut, q.dtype, kv.k.dtype)(
+        *decode_blocks.find_ranges(cut, positions, lists), rows, *ids, *keys
+    )
+    out, lse = decode_blocks.merge(out, lse[..., 0])
     shape = (cut.batch, cut.kv_heads, cut.rows)
     out = out.reshape(*shape, cut.head_dim)[:, :, : cut.groups].reshape(q.shape).astype(q.dtype)
     lse = lse.reshape(shape)[:, :, : cut.groups].reshape(q.shape[:3])
@@ -299,17 +279,6 @@ def attend(q, kv: KeyValues, spec, positions, selection, config: Config) -> Atte
         return AttentionOut(out, lse)
     tiles = ceil_div(shapes.num_keys, spec.tile)
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
-
-
-dense = differentiable_decode(attend)
-"""Dense decode, differentiable in q, k and v."""
-
-
-def launch(q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the call; `dense` runs those that it can, because it alone is differentiable."""
-    if role_of(spec, kv.shapes(q, selection)) == "dense" and kv.scales is None and kv.pages is None:
-        return dense(q, kv.k, kv.v, positions, spec, config)
-    return attend(q, kv, spec, positions, selection, config)
 
 
 def call(cut: Cut, out_dtype, dtype):
@@ -415,7 +384,7 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)
     lo, hi = (0, listed) if cut.role == "sparse" else (start, shapes.num_keys)
-    return count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
+    return decode_blocks.count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
 
 
 KERNELS = family(
@@ -423,7 +392,7 @@ KERNELS = family(
     ("dense", "score", "sparse"),
     dtypes=DTYPES,
     supports=supports,
-    launch=launch,
+    launch=differentiable_decode(attend),
     Config=Config,
     default_config=default_config,
     search_space=search_space,

@@ -44,13 +44,9 @@ PIECE_IDS = 1 << 14
 class Cut(NamedTuple):
     """Static sizes of one call cut into blocks, as the kernel body needs them.
 
-    Attributes:
-        pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one piece per grid step.
-        lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
-            128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
-            one bit per listed tile.
-        scaled: whether keys and values are int8. A copy then also moves at least 128 keys, because scales lie along
-            lanes.
+    If H does not fill 128 lanes, K and V are passed as a TPU then stores them, [B, K, H, S] (`lanes`). A copy then
+    moves at least 128 keys, as it does if scales lie along lanes (`scaled`); lists of smaller tiles become lists of
+    128-key units, with one bit per listed tile.
     """
 
     role: str
@@ -66,7 +62,7 @@ class Cut(NamedTuple):
     block_s: int
     unit: int
     splits: int
-    pieces: int
+    pieces: int  # of a tile list, passed to the kernel one per grid step, with `piece` ids each
     piece: int
     lanes: bool
     scaled: bool
@@ -114,18 +110,17 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int
     kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
     stored = round_up(shapes.num_keys, LANES if shapes.scaled else PACKED)
+    stored = max(stored, spec.tile) if role == "sparse" else stored
     pieces = piece = 1
     consecutive = shapes.page or stored  # keys that one copy can bring
-    if role == "dense":
+    if role != "sparse":
         unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)  # no unit straddles two pages
+    if role == "dense":
         block_s = round_up(min(block_s, stored), unit)
     elif role == "score":  # a block is 2^n tiles, at most 128, so that its sums never straddle two banks
-        unit = next(u for u in (128, 64, 32, 16) if consecutive % u == 0)
         tiles = max(min(block_s, stored) // spec.tile, 1)
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
     else:
-        stored = max(stored, spec.tile)
-        consecutive = shapes.page or stored
         # If keys or scales lie along lanes, a copy moves 128 of them, so small tiles are read in units of several.
         unit = LANES if (shapes.scaled or shapes.head_dim % LANES) and consecutive % LANES == 0 else spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)

@@ -1,11 +1,13 @@
 """The TPU that a program is traced for, products on its matrix unit, and helpers that prepare their operands."""
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
@@ -37,13 +39,16 @@ def chip() -> Chip:
     return Chip(info.num_cores, info.mxu_column_size, info.vmem_capacity_bytes, info.generation)
 
 
-def dot(a: Array, b: Array, contract_b: int) -> Array:
-    """Multiply a [R,X] by b, contracting a's last axis with b's axis contract_b, with float32 sums.
+def estimate(needed: Mapping[str, float], head_dim: int) -> pl.CostEstimate:
+    """Tell XLA what a kernel costs that needs these flops and bytes (see `work`): 4 H flops and one exp2 per score."""
+    flops = int(needed["flops"])
+    return pl.CostEstimate(flops=flops, bytes_accessed=int(needed["bytes"]), transcendentals=flops // (4 * head_dim))
 
-    A float32 `a` is multiplied at full precision.
-    """
+
+def dot(a: Array, b: Array, contract_b: int, contract_a: int = 1) -> Array:
+    """Multiply two matrices with float32 sums, contracting the given axes; a float32 `a` gets full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (contract_b,)), ((), ()))
+    dims = (((contract_a,), (contract_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -43,25 +43,11 @@ from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import distinct, family
-from tessera.attention.online_softmax import FLOOR, LOG2_E
+from tessera.attention.online_softmax import FLOOR, query_factor
 from tessera.attention.tpu import backward as tpu_backward
-from tessera.attention.tpu import pages
-from tessera.attention.tpu.matrix_unit import chip, dequantised
-from tessera.attention.tpu.prefill_blocks import (
-    LANES,
-    Config,
-    Cut,
-    Range,
-    bank_bytes,
-    cut_call,
-    executions,
-    is_diagonal,
-    is_whole,
-    key_range,
-    launch_steps,
-    step_ranges,
-    whole,
-)
+from tessera.attention.tpu import pages, prefill_blocks
+from tessera.attention.tpu.matrix_unit import chip, dequantised, estimate
+from tessera.attention.tpu.prefill_blocks import LANES, Config, Cut, Range, cut_call, whole
 from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible, write_results
 from tessera.core.shapes import ceil_div
 
@@ -78,11 +64,11 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         refs = (*refs[:6], None, *refs[6:])
     refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    keys = key_range(b, i, Positions(q_start, kv_len, q_len), cut)
+    keys = prefill_blocks.key_range(b, i, Positions(q_start, kv_len, q_len), cut)
     block = keys.lo + j
     start = block * cut.block_s
     bank = whole(start, cut.bank_keys) if cut.spec.mass else 0
-    no_mask = is_whole(keys.first, start, keys.kv_len, cut)
+    no_mask = prefill_blocks.is_whole(keys.first, start, keys.kv_len, cut)
 
     @pl.when(j == 0)
     @jax.named_scope("first")
@@ -109,7 +95,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
             state = update(refs, slice(None), state, start, pl.ds(c * cut.chunk, cut.chunk), bank, cut)
         store(refs, slice(None), bank, state)
 
-    on_diagonal = is_diagonal(keys.first, start, keys.kv_len, cut)
+    on_diagonal = prefill_blocks.is_diagonal(keys.first, start, keys.kv_len, cut)
 
     if cut.corner:
 
@@ -174,7 +160,7 @@ def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
     first = keys.first + u * cut.turn_t
     size = cut.turn_t * cut.groups
     rows = pl.ds(pl.multiple_of(u * size, size), size)
-    begin, full_begin, full_stop, stop = step_ranges(first, start, keys.kv_len, cut, jnp)
+    begin, full_begin, full_stop, stop = prefill_blocks.step_ranges(first, start, keys.kv_len, cut, jnp)
 
     def step(index, _, masked: bool, name: str):
         with jax.named_scope(name):
@@ -206,8 +192,7 @@ def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut:
 
 def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
     """Scale the row block's queries into VMEM as rows [U, G, sub_t]; padding tokens, which may hold NaN, become 0."""
-    scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
-    factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
+    factor = query_factor(cut.spec, cut.head_dim)
     shape = (cut.sub_t, cut.head_dim)
     for u in range(cut.block_t // cut.sub_t):
         tokens = slice(u * cut.sub_t, (u + 1) * cut.sub_t)
@@ -241,7 +226,7 @@ def paged_body(q_start, kv_len, q_len, q, *refs, cut: Cut):
     rest, buffers = rest[:-n], tuple(rest[-n:])
     pool = Pool(refs[:n], refs[n], buffers, arrived)
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    keys, after = (key_range(b, x, Positions(q_start, kv_len, q_len), cut) for x in (i, i + 1))
+    keys, after = (prefill_blocks.key_range(b, x, Positions(q_start, kv_len, q_len), cut) for x in (i, i + 1))
     block = keys.lo + j
 
     @pl.when((i == 0) & (j == 0))
@@ -358,11 +343,11 @@ def attend(
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, short), (0, 0)]) for x in (k, v))
         scales = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, short)]) for x in scales]
     q = jnp.swapaxes(q, 1, 2)
-    blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
+    blocks, steps = ceil_div(num_queries, cut.block_t), prefill_blocks.launch_steps(spec, shapes, cut)
     last_block = ceil_div(shapes.num_keys, cut.block_s) - 1
 
     def key_block(b, h, i, j, *positions):
-        keys, after = (key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
+        keys, after = (prefill_blocks.key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
         # Steps past the last block point at the next row block's first key block, so that it is fetched during compute.
         return b, h, jnp.where(keys.lo + j < keys.hi, keys.lo + j, jnp.minimum(after.lo, last_block)), 0
 
@@ -415,7 +400,7 @@ def attend(
             vmem_limit_bytes=chip().vmem_limit,
             disable_bounds_checks=table is not None,  # the table is clipped; a check costs 7 instruction bundles a copy
         ),
-        cost_estimate=estimate(spec, shapes),
+        cost_estimate=estimate(work.prefill(spec, shapes), dim),
         name="tessera_tpu_score" if spec.mass else "tessera_tpu_dense",
     )(*positions, q, k, v, *scales, *([] if table is None else [table]))
     out = out.reshape(batch, -1, num_heads, dim) if cut.flat else jnp.swapaxes(out, 1, 2)
@@ -426,12 +411,6 @@ def attend(
     mass = mass[0].reshape(batch, kv_heads, -1, banks * LANES)
     tiles = ceil_div(num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
     return AttentionOut(out[:, :num_queries], lse, mass[:, :, : tiles[0], : tiles[1]])
-
-
-def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
-    needed = work.prefill(spec, shapes)
-    pairs = needed["flops"] / (4 * shapes.head_dim)
-    return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
@@ -453,7 +432,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.tile not in (16, 32, 64, 128):
         return f"tile={spec.tile} must be 16, 32, 64 or 128: the kernel sums masses over 16 keys or more"
     rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
-    if rows * bank_bytes(spec, shapes) > 2 * BANK_BYTES:
+    if rows * prefill_blocks.bank_bytes(spec, shapes) > 2 * BANK_BYTES:
         return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit in VMEM"
     return None
 
@@ -472,7 +451,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
         block_s = min(block_s, 2048)  # with longer blocks, the spills of the masses do not fit VMEM
     if spec.mass:
-        while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
+        while rows > LANES and rows * prefill_blocks.bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
     return Config(
         block_t=tokens_of(rows, groups, spec),
@@ -516,7 +495,7 @@ KERNELS = family(
     Config=Config,
     default_config=default_config,
     search_space=search_space,
-    executions=executions,
+    executions=prefill_blocks.executions,
     scaled=True,
     paged=True,
 )

@@ -3,16 +3,13 @@
 A grid step computes a few row blocks; a row block is a query tile (or part of one) times the G heads of one KV head. K
 and V stay in HBM. Each row block's listed tiles are copied end to end into one of two buffers of block_s keys, while
 the other buffer is computed on. The last buffer of a grid step overlaps with the first copies of the next step, so the
-lists are read one step ahead. Lists pass through SMEM one grid step at a time, so even with a million tokens only the
-longest list has to fit. A call whose list does not fit (more than about 64,000 tiles) is refused; if lists are long, a
-grid step takes fewer row blocks.
+lists are read one step ahead. Lists pass through SMEM one grid step at a time, so only the longest list (at most about
+64,000 tiles) has to fit; if lists are long, a grid step takes fewer row blocks.
 
 Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
 kv_len and the end of the list itself at the end. For a buffer of uncut tiles, straight-line code runs block_s / chunk
 online-softmax updates. In any other buffer, masked updates of mask_s keys each cover the listed tiles. Ids past count
 have no effect.
-
-If keys are paged, SMEM also holds the sequence's page table, in which a copy looks up the page of its tile.
 
 Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
 the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
@@ -32,31 +29,11 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.kernel import distinct, family
-from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
-from tessera.attention.tpu import pages
-from tessera.attention.tpu.matrix_unit import chip, dot, widen
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, query_factor
+from tessera.attention.tpu import pages, sparse_tiles
+from tessera.attention.tpu.matrix_unit import chip, dot, estimate, widen
 from tessera.attention.tpu.prefill_rows import Rows, weigh
-from tessera.attention.tpu.sparse_tiles import (
-    LANES,
-    NEVER,
-    PACKED,
-    SMEM_BYTES,
-    Cut,
-    Item,
-    Next,
-    Refs,
-    clear_values,
-    cut_call,
-    executions,
-    fetch,
-    fetch_from,
-    fetch_run,
-    key_positions,
-    list_bytes,
-    pack_lists,
-    read_item,
-    wait,
-)
+from tessera.attention.tpu.sparse_tiles import LANES, NEVER, PACKED, SMEM_BYTES, Cut, Item, Next, Refs, cut_call
 from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
@@ -66,26 +43,15 @@ VMEM_BYTES = 56 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes and where the row sum is computed.
+    """Block sizes and where the row sum is computed; numbers of keys mean whole tiles, at least one."""
 
-    Attributes:
-        rows: maximum rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
-        step_rows: rows per grid step, which takes up to four query tiles and computes them together.
-        block_s: keys per buffer, in whole tiles (at least one).
-        chunk: keys per unmasked online-softmax update, in whole tiles (at least one); clipped to block_s.
-        mask_s: keys per masked update, in whole tiles (at least one).
-        matrix_sums: whether row sums come from ones appended to V, which are free if the matrix unit has idle columns.
-        half_exp: whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose
-            vector unit can do so. This relies on an untested assumption about rounding (see `prefill_rows`).
-    """
-
-    rows: int
-    step_rows: int
-    block_s: int
-    chunk: int
-    mask_s: int
-    matrix_sums: bool = True
-    half_exp: bool = False
+    rows: int  # maximum rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list
+    step_rows: int  # rows per grid step, which takes up to four query tiles and computes them together
+    block_s: int  # keys per buffer
+    chunk: int  # keys per unmasked online-softmax update, clipped to block_s
+    mask_s: int  # keys per masked update
+    matrix_sums: bool = True  # whether row sums come from ones appended to V: free if the matrix unit has idle columns
+    half_exp: bool = False  # see `prefill_blocks.Config`
 
     def __post_init__(self):
         for name in ("rows", "step_rows", "block_s", "chunk", "mask_s"):
@@ -128,7 +94,7 @@ def absorb(state: Rows, q: Array, k: Array, v: Array, cut: Cut, mask: Array | No
 def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> Rows:
     """Absorb run u (mask_tiles tiles, u from 0) of row block p's buffer, whose first tile is list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
-    position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
+    position = sparse_tiles.key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
     if spec.causal:  # `position` is NEVER for hidden keys, which is after every row
         row = jax.lax.broadcasted_iota(jnp.int32, (cut.groups, cut.block_t, keys), 1).reshape(cut.rows, keys)
         row = row + item.first
@@ -148,15 +114,15 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     refs = refs if cut.page else (*refs[:6], None, *refs[6:])
     refs = Refs(*refs) if not cut.ones else Refs(*refs[:12], None, *refs[12:])
     positions, step = Positions(q_start, kv_len, q_len), pl.program_id(2)
-    items = [read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
-    ahead = [read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
+    items = [sparse_tiles.read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
+    ahead = [sparse_tiles.read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
 
     # Only the first grid step of a head waits for its first buffers; every later step finds them on their way.
     @pl.when(step == 0)
     def first():
         refs.turn[0] = 0
         counts = [jnp.minimum(item.count, cut.block_tiles) for item in items]
-        fetch_from(refs, 0, Next(0, jnp.int32(0), counts, jnp.bool_(True)), "fetch_first", cut)
+        sparse_tiles.fetch_from(refs, 0, Next(0, jnp.int32(0), counts, jnp.bool_(True)), "fetch_first", cut)
 
     for p in range(cut.items):
         take_queries(refs, p, cut)
@@ -193,7 +159,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
     begin, row_blocks = c * cut.block_tiles, range(cut.items)
     held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
     for p in row_blocks:
-        wait(refs, p, held[p], slot, cut)
+        sparse_tiles.wait(refs, p, held[p], slot, cut)
     # All row blocks of the grid step take the same path, so that their latencies overlap.
     whole = [(item.whole_from <= begin) & (begin + cut.block_tiles <= item.whole) for item in items]
     whole = functools.reduce(jnp.logical_and, whole)
@@ -203,7 +169,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
         with jax.named_scope("full"):
             for j in range(cut.block_tiles):  # straight-line code, so that starting copies overlaps with the products
                 for p in row_blocks:
-                    fetch(refs, p, j, target, cut)
+                    sparse_tiles.fetch(refs, p, j, target, cut)
             states = [load(refs, p) for p in row_blocks]
             keys = cut.chunk_tiles * cut.spec.tile
             for at in range(0, cut.block_tiles * cut.spec.tile, keys):
@@ -219,23 +185,24 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
             updates = (functools.reduce(jnp.maximum, held) + cut.mask_tiles - 1) // cut.mask_tiles
             # Updates run up to the end of the longest list: shorter lists meet stale tiles, whose values are zeroed.
             for p in row_blocks:
-                clear_values(refs, p, c, held[p], updates * cut.mask_tiles, slot, items[p], cut)
+                sparse_tiles.clear_values(refs, p, c, held[p], updates * cut.mask_tiles, slot, items[p], cut)
 
             def update(u, _):
                 with jax.named_scope("update"):
-                    fetch_run(refs, u, target, cut)  # a share of the copies per update, so that both overlap
+                    sparse_tiles.fetch_run(
+                        refs, u, target, cut
+                    )  # a share of the copies per update, so that both overlap
                     states = [masked_update(refs, p, begin, u, slot, items[p], cut) for p in row_blocks]
                     for p in row_blocks:
                         store(refs, p, states[p])
 
             jax.lax.fori_loop(0, updates, update, None)
-            fetch_from(refs, updates, target, "fetch_rest", cut)
+            sparse_tiles.fetch_from(refs, updates, target, "fetch_rest", cut)
 
 
 def take_queries(refs: Refs, p: int, cut: Cut) -> None:
     """Scale the queries of row block p into VMEM as rows [G, block_t]."""
-    scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
-    factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
+    factor = query_factor(cut.spec, cut.head_dim)
     tokens = slice(p * cut.block_t, (p + 1) * cut.block_t)
     for g in range(cut.groups):
         x = (refs.q[0, g, tokens].astype(jnp.float32) * factor).astype(refs.q_scaled.dtype)
@@ -284,7 +251,7 @@ def launch(
     scales = (kv.scales,) * cut.scaled
     if cut.scaled and cut.page is None:
         scales = (jnp.pad(kv.scales, [(0, 0), (0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys)]),)
-    lists = pack_lists(selection, cut)
+    lists = sparse_tiles.pack_lists(selection, cut)
     tables = () if cut.page is None else (pages.clipped(kv.pages, k)[:, None],)
 
     length = cut.num_blocks * cut.block_t
@@ -321,7 +288,6 @@ def launch(
     tiles = pltpu.VMEM((cut.items, block_s, head_dim), k.dtype)
     in_lanes = pltpu.VMEM((cut.items, 2, block_s), jnp.bfloat16)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    needed = work.sparse_prefill(spec, shapes)
     out, lse = pl.pallas_call(
         functools.partial(body, cut=cut),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -348,11 +314,7 @@ def launch(
             vmem_limit_bytes=VMEM_BYTES,
             disable_bounds_checks=True,  # tile ids are clipped already; a check costs 7 instruction bundles per copy
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=int(needed["flops"]),
-            bytes_accessed=int(needed["bytes"]),
-            transcendentals=int(needed["flops"]) // (4 * head_dim),
-        ),
+        cost_estimate=estimate(work.sparse_prefill(spec, shapes), head_dim),
         name="tpu_sparse_prefill",
     )(*positions, lists, lists, q, k, v, *scales, *tables)
 
@@ -375,7 +337,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     scale = 1.0 if spec.scale is None else spec.scale
     if not scale > 0:
         return f"scale={scale} must be positive"
-    needed = list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
+    needed = sparse_tiles.list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
     room = SMEM_BYTES - pages.table_bytes(shapes)
     if needed > room:
         return f"capacity={shapes.capacity} is too large: a list takes {needed} bytes of SMEM, which has {room} free"
@@ -419,7 +381,7 @@ KERNELS = family(
     Config=Config,
     default_config=default_config,
     search_space=search_space,
-    executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
+    executions=lambda spec, shapes, config: sparse_tiles.executions(shapes, cut_call(spec, shapes, config)),
     scaled=True,
     paged=True,
 )

@@ -1,11 +1,9 @@
 """Portable decode attention: one query row per sequence against a long cache, in plain XLA.
 
 The speed of decode is limited by reading the KV cache. The G query heads of a KV head therefore share each read, and
-the whole cache is never copied. The number of blocks read is a run-time value that follows kv_len and the window, not
-the size of the cache. Only blocks at the ends of the visible range are masked, or all blocks of paged keys. Each
-visible key costs a read of 2 K H elements; the sparse role reads only the listed tiles. Int8 keys and values are
-widened one block at a time, as they are read. Paged keys are also copied out of their pages one block at a time; a
-block then consists of whole pages.
+the whole cache is never copied. The number of blocks read is a run-time value that follows kv_len and the window. Only
+blocks at the ends of the visible range are masked, or all blocks of paged keys. Int8 keys are widened, and paged keys
+copied out of whole pages, one block at a time, as they are read.
 """
 
 import functools
@@ -19,22 +17,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import paging
+from tessera.attention import online_softmax, paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import differentiable, row_gradients
 from tessera.attention.kernel import Kernel
-from tessera.attention.online_softmax import (
-    FLOOR,
-    LOG2_E,
-    SoftmaxState,
-    absorb,
-    blank,
-    finish_state,
-    in_bits,
-    init_state,
-    score_bits,
-    widened,
-)
 from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
 
@@ -131,22 +117,20 @@ def read_block(
     """Read block_s keys from `first` on, or the cache's last ones; given `keys`, mask those outside of it or before."""
     start = jnp.minimum(first, kv.num_keys - block_s)
     kv = slice_keys(kv, start, block_s)
-    k, v = (widened(x, q_BKGH.dtype) for x in kv[:2])
+    k, v = (online_softmax.widened(x, q_BKGH.dtype) for x in kv[:2])
     k_scale, v_scale = (None, None) if kv.scales is None else halves(kv.scales)
-    y = score_bits(q_BKGH, k, spec, k_scale)
+    y = online_softmax.score_bits(q_BKGH, k, spec, k_scale)
     if keys is None:
         return KeyBlock(y, v, v_scale, start)
     mask = in_range(start + jnp.arange(block_s, dtype=jnp.int32), keys) & (start + jnp.arange(block_s) >= first)
-    v, v_scale = blank(v, v_scale, mask[:, None, :, None])
+    v, v_scale = online_softmax.blank(v, v_scale, mask[:, None, :, None])
     return KeyBlock(jnp.where(mask[:, None, None], y, -jnp.inf), v, v_scale, start)
 
 
 def slice_keys(kv: KeyValues, start: Array, size: int) -> KeyValues:
     """Copy keys [start, start + size) of every sequence and KV head, in order of position."""
     if kv.pages is None:
-        k, v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in kv[:2])
-        scales = None if kv.scales is None else jax.lax.dynamic_slice_in_dim(kv.scales, start, size, axis=3)
-        return KeyValues(k, v, scales=scales)
+        return paging.read_positions(kv, start, size)
     lead = kv.pages.shape[0], kv.k.shape[1]
     block = paging.take_block(paging.flat(kv), jnp.int32(0), lead[0] * lead[1], start, size)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), block)
@@ -183,12 +167,12 @@ def attend_dense(
     block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
     keys = decode_range(spec, positions, num_keys)
 
-    def step(block: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
+    def step(block: Array, state: online_softmax.SoftmaxState, masked: bool) -> online_softmax.SoftmaxState:
         read = read_block(q, kv, block * block_s, block_s, keys if masked else None, spec)
-        return absorb(state, read.y, read.v, scale=read.scale)[0]
+        return online_softmax.absorb(state, read.y, read.v, scale=read.scale)[0]
 
-    def one_by_one() -> SoftmaxState:
-        return over_blocks(step, init_state(q.shape[:3], q.shape[3]), keys, block_s, kv, spec)
+    def one_by_one() -> online_softmax.SoftmaxState:
+        return over_blocks(step, online_softmax.init_state(q.shape[:3], q.shape[3]), keys, block_s, kv, spec)
 
     if size := at_once_size(q, kv):
         start, _, _, stop = block_runs(keys, block_s, num_keys)
@@ -198,7 +182,7 @@ def attend_dense(
         state = jax.lax.cond(most, lambda: at_once(q, kv, keys, size, spec), one_by_one)
     else:
         state = one_by_one()
-    return finish_state(state, (keys.stop > keys.start)[:, None, None])
+    return online_softmax.finish_state(state, (keys.stop > keys.start)[:, None, None])
 
 
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
@@ -209,7 +193,7 @@ def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
     return size if kv.scales is None and kv.pages is None and size >= LEAST_BLOCK and fits else 0
 
 
-def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
+def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> online_softmax.SoftmaxState:
     """Return the softmax state after all visible keys, from two products over the whole cache instead of a loop.
 
     On CPU, XLA copies every block that a loop slices out of the cache, so a loop over half of the keys takes as long as
@@ -224,15 +208,15 @@ def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec
     index = jnp.arange(k.shape[2], dtype=jnp.int32)
     whole = ((index >= first[:, None]) & (index < last[:, None]))[:, None, :, None, None]
     q_blocks = jnp.broadcast_to(q[:, :, None], (batch, heads, k.shape[2], rows, dim))
-    z, factor = in_bits(block_product(k, q_blocks, 4, 4), spec, dim)
+    z, factor = online_softmax.in_bits(block_product(k, q_blocks, 4, 4), spec, dim)
     y = jnp.where(whole, jnp.swapaxes(z * factor, 3, 4), -jnp.inf)  # [B,K,n,G,P]
-    m = jnp.maximum(y.max((2, 4)), FLOOR)
+    m = jnp.maximum(y.max((2, 4)), online_softmax.FLOOR)
     p = jnp.exp2(y - m[:, :, None, :, None])
     digits = [p.astype(v.dtype)]
     if v.dtype != jnp.float32:
         digits.append((p - digits[0].astype(jnp.float32)).astype(v.dtype))
     out = block_product(jnp.concatenate(digits, 3), v, 4, 3).reshape(*v.shape[:3], len(digits), rows, dim).sum(3)
-    state = SoftmaxState(m, p.sum((2, 4)), jnp.where(whole, out, 0).sum(2))
+    state = online_softmax.SoftmaxState(m, p.sum((2, 4)), jnp.where(whole, out, 0).sum(2))
     if spec.window is not None:
         state = absorb_end(
             state, q, kv, keys.start // size, keys._replace(stop=jnp.minimum(keys.stop, first * size)), size, spec
@@ -241,16 +225,22 @@ def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec
 
 
 def absorb_end(
-    state: SoftmaxState, q: Array, kv: KeyValues, block_B: Array, keys: Range, size: int, spec: AttentionSpec
-) -> SoftmaxState:
+    state: online_softmax.SoftmaxState,
+    q: Array,
+    kv: KeyValues,
+    block_B: Array,
+    keys: Range,
+    size: int,
+    spec: AttentionSpec,
+) -> online_softmax.SoftmaxState:
     """Add one block per sequence to the state: those keys of block `block_B` that lie in the sequence's range."""
     start = block_B * size  # may be the end of the cache: no key is then seen
     starts = jnp.broadcast_to(start[:, None, None], (*kv.k.shape[:2], 1))
     k, v = (take_tiles(x, starts, size) for x in kv[:2])
     key = start[:, None] + jnp.arange(size, dtype=jnp.int32)
     seen = ((key >= keys.start[:, None]) & (key < keys.stop[:, None]))[:, None]
-    y = jnp.where(seen[:, :, None], score_bits(q, k, spec), -jnp.inf)
-    return absorb(state, y, jnp.where(seen[..., None], v, 0))[0]
+    y = jnp.where(seen[:, :, None], online_softmax.score_bits(q, k, spec), -jnp.inf)
+    return online_softmax.absorb(state, y, jnp.where(seen[..., None], v, 0))[0]
 
 
 def block_product(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "B K n R S"]:
@@ -293,11 +283,11 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
     num_blocks = ceil_div(num_tiles, per_block)
     keys = decode_range(spec, positions, num_keys)
 
-    def step(block: Array, carry: tuple[SoftmaxState, Array, Array], masked: bool):
+    def step(block: Array, carry: tuple[online_softmax.SoftmaxState, Array, Array], masked: bool):
         state, sums, maxima = carry
         first = block * block_s
         read = read_block(rows, kv, first, block_s, keys if masked else None, spec)
-        state, p = absorb(state, read.y, read.v, scale=read.scale)
+        state, p = online_softmax.absorb(state, read.y, read.v, scale=read.scale)
         # A last block that starts early repeats counted keys, with weight 0: shift p so that tiles line up again.
         tail = per_block * spec.tile
         p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - read.start, tail, axis=3)
@@ -307,13 +297,13 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
 
     lead = rows.shape[:3]
     carry = (
-        init_state(lead, q.shape[-1]),
+        online_softmax.init_state(lead, q.shape[-1]),
         jnp.zeros((num_blocks, *lead, per_block), jnp.float32),
         jnp.full((num_blocks, *lead), -jnp.inf, jnp.float32),
     )
     state, sums, maxima = over_blocks(step, carry, keys, block_s, kv, spec)
-    out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
-    weight = jnp.exp2(maxima - jnp.where(jnp.isfinite(lse), lse * LOG2_E, jnp.inf))
+    out, lse = online_softmax.finish_state(state, (keys.stop > keys.start)[:, None, None])
+    weight = jnp.exp2(maxima - jnp.where(jnp.isfinite(lse), lse * online_softmax.LOG2_E, jnp.inf))
     mass = jnp.moveaxis(jnp.sum(sums * weight[..., None], axis=3), 0, 2)
     mass = mass.reshape(*lead[:2], 1, num_blocks * per_block)[..., :num_tiles]
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]), mass)
@@ -332,7 +322,7 @@ def launch_sparse(
     keys = decode_range(spec, positions, num_keys)
     last = jnp.where((keys.stop > keys.start)[:, None], count, 0)
 
-    def step(i: Array, state: SoftmaxState) -> SoftmaxState:
+    def step(i: Array, state: online_softmax.SoftmaxState) -> online_softmax.SoftmaxState:
         entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
         first = jnp.take(tiles, jnp.minimum(entry, capacity - 1), axis=-1) * spec.tile
         start = jnp.clip(first, 0, num_keys - size)  # a short last tile starts earlier, and is masked
@@ -340,15 +330,15 @@ def launch_sparse(
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
         read = read_tiles(kv, start, size)
-        k, v = (widened(x, rows.dtype) for x in read[:2])
+        k, v = (online_softmax.widened(x, rows.dtype) for x in read[:2])
         k_scale, v_scale = (None, None) if read.scales is None else halves(read.scales)
-        y = jnp.where(mask[:, :, None], score_bits(rows, k, spec, k_scale), -jnp.inf)
-        v, v_scale = blank(v, v_scale, mask[..., None])
-        return absorb(state, y, v, scale=v_scale)[0]
+        y = jnp.where(mask[:, :, None], online_softmax.score_bits(rows, k, spec, k_scale), -jnp.inf)
+        v, v_scale = online_softmax.blank(v, v_scale, mask[..., None])
+        return online_softmax.absorb(state, y, v, scale=v_scale)[0]
 
     steps = (jnp.max(last) + per_step - 1) // per_step
-    state = jax.lax.fori_loop(0, steps, step, init_state(rows.shape[:3], q.shape[-1]))
-    out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
+    state = jax.lax.fori_loop(0, steps, step, online_softmax.init_state(rows.shape[:3], q.shape[-1]))
+    out, lse = online_softmax.finish_state(state, (keys.stop > keys.start)[:, None, None])
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
 
 

@@ -23,24 +23,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import paging
+from tessera.attention import online_softmax, paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gradient import differentiable
-from tessera.attention.kernel import Kernel
-from tessera.attention.online_softmax import (
-    LN_2,
-    LOG2_E,
-    absorb,
-    blank,
-    dot,
-    finish_state,
-    init_state,
-    raw_scores,
-    scale_of,
-    sees_any,
-    visible_mask,
-    widened,
-)
+from tessera.attention.kernel import family
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -136,7 +122,7 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
     mine = mine._replace(kv_len=jnp.clip(mine.kv_len, 0, num_keys))
     token = first + jnp.repeat(jnp.arange(cut.block_t, dtype=jnp.int32), cut.groups)
     row = mine.q_start[:, None] + token
-    valid = (token < mine.q_len[:, None]) & sees_any(row, mine.kv_len[:, None], cut.spec)
+    valid = (token < mine.q_len[:, None]) & online_softmax.sees_any(row, mine.kv_len[:, None], cut.spec)
     return Block(x, row, valid, mine.kv_len, key_ranges(first, mine, num_keys, cut))
 
 
@@ -190,7 +176,7 @@ def block_masks(block: Block, start: Array, key_block: Array, cut: Blocking) -> 
     """Return a mask of the keys that each row sees [Y, R, block_s], and a mask of the valid keys [Y, block_s, 1]."""
     key = start + jnp.arange(cut.block_s, dtype=jnp.int32)
     kv_len = block.kv_len[:, None, None]
-    mask = visible_mask(block.row[:, :, None], key, kv_len, cut.spec) & (key >= key_block * cut.block_s)
+    mask = online_softmax.visible_mask(block.row[:, :, None], key, kv_len, cut.spec) & (key >= key_block * cut.block_s)
     return mask, key[:, None] < kv_len
 
 
@@ -219,19 +205,19 @@ def attend(
         def step(key_block, carry, masked: bool):
             state, tiles = carry
             read, start = take_keys(kv, block, key_block, cut)
-            k_block, v_block = widened(read.k, q.dtype), widened(read.v, q.dtype)
+            k_block, v_block = online_softmax.widened(read.k, q.dtype), online_softmax.widened(read.v, q.dtype)
             k_scale, v_scale = halves(read.scales)
-            z, factor = raw_scores(q_block, k_block, spec, k_scale)
+            z, factor = online_softmax.raw_scores(q_block, k_block, spec, k_scale)
             if masked:
                 mask, real = block_masks(block, start, key_block, cut)
-                z, (v_block, v_scale) = jnp.where(mask, z, -jnp.inf), blank(v_block, v_scale, real)
-            state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1, v_scale)
+                z, (v_block, v_scale) = jnp.where(mask, z, -jnp.inf), online_softmax.blank(v_block, v_scale, real)
+            state, parts = online_softmax.absorb(state, z, v_block, factor, spec.tile if spec.mass else 1, v_scale)
             return state, tiles and tiles.put(key_block, parts, state.m)
 
         tiles = TileSums.zeros(kv.num_keys, cut) if spec.mass else ()
-        carry = (init_state(q_block.shape[:2], q.shape[3]), tiles)
+        carry = (online_softmax.init_state(q_block.shape[:2], q.shape[3]), tiles)
         state, tiles = sweep(step, carry, block.ranges, kv.num_keys, cut)
-        out, lse = finish_state(state, block.valid)
+        out, lse = online_softmax.finish_state(state, block.valid)
         return out.astype(q.dtype), lse, tiles and tiles.mass(lse, cut)
 
     indices = jnp.arange(q_blocks.shape[0], dtype=jnp.int32)
@@ -259,7 +245,7 @@ class TileSums(NamedTuple):
 
     def mass(self, lse: Float[Array, "Y R"], cut: Blocking) -> Float[Array, "Y I J"]:
         """Sum each key tile's probability, sum * 2^(m - lse) with lse in bits, over the rows of each query tile."""
-        bits = jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf)
+        bits = jnp.where(jnp.isfinite(lse), lse / online_softmax.LN_2, jnp.inf)
         weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see no key, whose sums may be anything
         part = jnp.where(weight > 0, self.sums * weight, 0.0)
         part = part.reshape(*part.shape[:2], -1, cut.spec.query_tile * cut.groups, part.shape[-1]).sum(3)
@@ -292,7 +278,7 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
     seen = jnp.isfinite(lse)
     d_out = jnp.where(seen[..., None], cotangents[0].astype(jnp.float32), 0.0)
     offset = jnp.where(seen, cotangents[1] - (d_out * out.astype(jnp.float32)).sum(-1), 0.0)
-    bits = jnp.where(seen, lse * LOG2_E, jnp.inf)
+    bits = jnp.where(seen, lse * online_softmax.LOG2_E, jnp.inf)
     blocks = [block_queries(x, kv_heads, cut) for x in (q, d_out.astype(v.dtype), offset, bits)]
     kv = paging.flat(KeyValues(k, v))
 
@@ -308,15 +294,19 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
                 sees, real = block_masks(block, start, key_block, cut)
                 k_block, v_block = jnp.where(real, k_block, 0), jnp.where(real, v_block, 0)
                 mask = mask & jnp.swapaxes(sees, 1, 2)
-            z, factor = raw_scores(k_block, q_block, spec)
+            z, factor = online_softmax.raw_scores(k_block, q_block, spec)
             p = jnp.where(mask, jnp.exp2(z * factor - bits_block[:, None, :]), 0.0)
-            ds = p * (dot(v_block, do_block, -1, -1) + offset_block[:, None, :]) * scale_of(spec, q.shape[3])
+            ds = (
+                p
+                * (online_softmax.dot(v_block, do_block, -1, -1) + offset_block[:, None, :])
+                * online_softmax.scale_of(spec, q.shape[3])
+            )
             if spec.softcap:
                 ds = ds * (1 - jnp.square(z / spec.softcap))
             ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # v may be NaN in the blocks of rows that see no key
-            dq = dq + dot(ds, k_block, -2, -2)
-            dk = add_keys(dk, dot(ds, q_block, -1, -2), block, start)
-            return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)
+            dq = dq + online_softmax.dot(ds, k_block, -2, -2)
+            dk = add_keys(dk, online_softmax.dot(ds, q_block, -1, -2), block, start)
+            return dq, dk, add_keys(dv, online_softmax.dot(p, do_block, -1, -2), block, start)
 
         carry = (jnp.zeros(q_block.shape, jnp.float32), *grads)
         dq, dk, dv = sweep(step, carry, block.ranges, num_keys, cut)
@@ -345,20 +335,12 @@ def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Arra
     return jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)
 
 
-def launch_dense(
-    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
-) -> AttentionOut:
-    """Run dense prefill; out and lse are differentiable in q, k and v unless they are int8 or paged."""
-    if kv.scales is not None or kv.pages is not None:
-        return launch_score(q, kv, spec, positions, selection, config)
-    return AttentionOut(*dense(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
-
-
-def launch_score(
-    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
-) -> AttentionOut:
-    """Compute dense out and lse, and each key tile's probability mass if spec.mass, in one pass; not differentiable."""
-    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales, kv.pages))
+def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Run dense prefill, or the score role if spec.mass; `dense` runs the calls that it can: it is differentiable."""
+    q = zero_padding(q, positions)
+    if spec.mass or kv.scales is not None or kv.pages is not None:
+        return AttentionOut(*attend(q, kv.k, kv.v, positions, spec, config, kv.scales, kv.pages))
+    return AttentionOut(*dense(q, kv.k, kv.v, positions, spec, config))
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -375,16 +357,14 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield Config(block_t=max(rows // groups, 1), block_s=block_s)
 
 
-KERNELS = tuple(
-    Kernel(
-        name=f"xla_prefill_{role}",
-        dtypes=DTYPES,
-        launch=launch,
-        Config=Config,
-        default_config=default_config,
-        search_space=search_space,
-        scaled=True,
-        paged=True,
-    )
-    for role, launch in (("dense", launch_dense), ("score", launch_score))
+KERNELS = family(
+    "xla_prefill",
+    ("dense", "score"),
+    dtypes=DTYPES,
+    launch=launch,
+    Config=Config,
+    default_config=default_config,
+    search_space=search_space,
+    scaled=True,
+    paged=True,
 )

@@ -20,19 +20,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import paging
+from tessera.attention import online_softmax, paging
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.kernel import family
-from tessera.attention.online_softmax import (
-    absorb,
-    blank,
-    finish_state,
-    init_state,
-    raw_scores,
-    sees_any,
-    visible_mask,
-    widened,
-)
 from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,9 +69,9 @@ def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: in
     if kv.pages is not None:
         k, v, _, scales = paging.take_tiles(kv, lists.x[:, None], start, tile)
         scales = None if scales is None else jnp.swapaxes(scales, 1, 2).astype(jnp.float32)
-        return KeyValues(widened(k, dtype), widened(v, dtype), scales=scales)
+        return KeyValues(online_softmax.widened(k, dtype), online_softmax.widened(v, dtype), scales=scales)
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
-    k, v = (widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
+    k, v = (online_softmax.widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
     if kv.scales is None:
         return KeyValues(k, v)
     return KeyValues(k, v, scales=kv.scales.at[lists.x[:, None], :, key].get(mode="clip").astype(jnp.float32))
@@ -90,8 +80,8 @@ def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: in
 def score_tiles(q_tile: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[Array, float, Array | None]:
     """Return z and its factor, as `raw_scores` does, and the scales [Y, 1, P * tile] of int8 values."""
     if kv.scales is None:
-        return *raw_scores(q_tile, kv.k, spec), None
-    return *raw_scores(q_tile, kv.k, spec, kv.scales[:, None, :, 0]), kv.scales[:, None, :, 1]
+        return *online_softmax.raw_scores(q_tile, kv.k, spec), None
+    return *online_softmax.raw_scores(q_tile, kv.k, spec, kv.scales[:, None, :, 0]), kv.scales[:, None, :, 1]
 
 
 def step_masks(
@@ -105,7 +95,7 @@ def step_masks(
     real = (listed[..., None] & (key >= first[..., None])).reshape(key.shape[0], 1, -1)
     key = key.reshape(real.shape)
     kv_len = lists.kv_len[:, None, None]
-    mask = real & visible_mask(lists.row[:, :, None], key, kv_len, spec)
+    mask = real & online_softmax.visible_mask(lists.row[:, :, None], key, kv_len, spec)
     return start, mask, jnp.swapaxes(real & (key < kv_len), 1, 2)
 
 
@@ -124,19 +114,19 @@ def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec
         start = take_ids(lists, i * per_step + jnp.arange(per_step, dtype=jnp.int32)) * spec.tile
         read = read_tiles(kv, lists, start, spec.tile, q_tile.dtype)
         z, factor, v_scale = score_tiles(q_tile, read, spec)
-        return absorb(state, z, read.v, factor, scale=v_scale)[0]
+        return online_softmax.absorb(state, z, read.v, factor, scale=v_scale)[0]
 
     def masked(i, state):
         entry = done + i * per_mask + jnp.arange(per_mask, dtype=jnp.int32)
         start, mask, real = step_masks(lists, entry, num_keys, spec)
         read = read_tiles(kv, lists, start, spec.tile, q_tile.dtype)
         z, factor, v_scale = score_tiles(q_tile, read, spec)
-        v_tiles, v_scale = blank(read.v, v_scale, real)
-        return absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor, scale=v_scale)[0]
+        v_tiles, v_scale = online_softmax.blank(read.v, v_scale, real)
+        return online_softmax.absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor, scale=v_scale)[0]
 
     full_steps = jnp.where(lists.count > 0, count_full(lists, spec), lists.count.max()).min() // per_step
     done = full_steps * per_step
-    state = jax.lax.fori_loop(0, full_steps, full, init_state(q_tile.shape[:2], q_tile.shape[2]))
+    state = jax.lax.fori_loop(0, full_steps, full, online_softmax.init_state(q_tile.shape[:2], q_tile.shape[2]))
     return jax.lax.fori_loop(0, (lists.count.max() - done + per_mask - 1) // per_mask, masked, state)
 
 
@@ -202,7 +192,9 @@ def launch(
         row = start + token
         lists = Lists(x, row, kv_len[:, 0], tiles, count)
         state = attend_tile(q_tile, flat, lists, spec, config)
-        out, lse = finish_state(state, (count[:, None] > 0) & (token < q_len) & sees_any(row, kv_len, spec))
+        out, lse = online_softmax.finish_state(
+            state, (count[:, None] > 0) & (token < q_len) & online_softmax.sees_any(row, kv_len, spec)
+        )
         return out.astype(q.dtype), lse
 
     index = jnp.arange(total * num_tiles, dtype=jnp.int32).reshape(total, num_tiles)
