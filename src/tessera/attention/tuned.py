@@ -31,21 +31,13 @@ MEASURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a table.
+    """One line of a table."""
 
-    Attributes:
-        kernel: name of a kernel in `dispatch.KERNELS`; the name includes the role.
-        bucket: for each named measure, the value that a call must have, or the interval (low, high) of such values.
-        config: fields of the kernel's Config.
-        gain: time of the default config / time of this one; 1 if the default won, None if the default does not compile.
-        record: "file" in evidence/, "workload" and "date" of the record that lists every config tried, with its time.
-    """
-
-    kernel: str
-    bucket: Mapping[str, Any]
-    config: Mapping[str, Any]
-    gain: float | None
-    record: Mapping[str, str]
+    kernel: str  # name of a kernel in `dispatch.KERNELS`, which includes the role
+    bucket: Mapping[str, Any]  # per measure, the value that a call must have, or the interval (low, high) of values
+    config: Mapping[str, Any]  # fields of the kernel's Config
+    gain: float | None  # time of the default config / time of this one; 1 if it won, None if it does not compile
+    record: Mapping[str, str]  # "file" in evidence/, "workload" and "date" of the record that lists every config tried
 
     def __post_init__(self):
         for name, wanted in self.bucket.items():

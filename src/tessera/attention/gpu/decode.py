@@ -39,10 +39,10 @@ from tessera.attention.gpu import decode_splits, warpgroup
 from tessera.attention.gpu.decode_splits import Cut, Run
 from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
 from tessera.attention.gpu.pages import page_refusal, places
-from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES
+from tessera.attention.gpu.warpgroup import HOPPER, ROWS, SHARED_BYTES
 from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import distinct, family, role_of
-from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.attention.online_softmax import LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
@@ -263,11 +263,7 @@ def body(*refs, cut: Cut, config: Config):
                 if cut.shapes.scaled:
                     store_scales(scales_of(named, cut, at, sources), named.scale_block.at[i])
 
-        state = (
-            warpgroup.filled((ROWS,), FLOOR, ROW),
-            warpgroup.filled((ROWS,), 0.0, ROW),
-            warpgroup.filled((ROWS, head_dim), 0.0),
-        )
+        state = warpgroup.initial_state(head_dim)
         plgpu.barrier_wait(named.q_landed)  # here, after the copies of keys have started: all are in flight together
         step = functools.partial(absorb, named, cut, config, at)
         finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))

@@ -120,10 +120,7 @@ def convert_blocks(refs, count: Array, stages: int, copy: Callable, scales: Call
 
 
 def load_scales(scales, head, sources: list[tuple], size: int) -> list[tuple[Array, Array]]:
-    """Start loading the scales of `size` keys from each place (see `pages.places`); return one pair per place.
-
-    A pair is (scales of the keys, scales of the values). `scales` refers to [B,K,2,S] or [P,K,2,page] in global memory.
-    """
+    """Start loading (scales of keys, scales of values) for `size` keys from each place (see `pages.places`)."""
     found = [[scales.at[row, head, which, pl.ds(start, size)] for which in range(2)] for row, start in sources]
     return [tuple(plgpu.load(x, layout=PER_COLUMN, optimized=False) for x in both) for both in found]
 

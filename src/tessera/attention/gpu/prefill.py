@@ -46,7 +46,7 @@ from tessera.attention.gpu.pages import LEAST_KEYS, page_refusal, piece_of, plac
 from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES, WARPGROUPS
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import family
-from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.attention.online_softmax import LN_2, LOG2_E
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
@@ -243,11 +243,8 @@ class Rows(NamedTuple):
     def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
         """Update the softmax with block c's scores and write any `bits`: return new m and l, acc's factor, weights."""
         cut = self.cut
-        s, factor = in_bits(s, cut)
-        s = self.hide(s, c) if masked else s
-        new_m = jnp.maximum(m, s.max(1) * factor)
-        alpha = jnp.exp2(m - new_m)
-        p = jnp.exp2(s * factor - warpgroup.per_row(new_m, s))
+        hide = functools.partial(self.hide, c=c) if masked else None
+        new_m, alpha, p = warpgroup.weigh(s, m, cut.spec, cut.head_dim, hide)
         if not cut.spec.mass:
             return new_m, l * alpha + p.sum(1), alpha, p
         units, item = cut.config.block_s // cut.unit, self.item
@@ -305,14 +302,6 @@ class Rows(NamedTuple):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, refs.out.at[item.b, rows, item.n])
         plgpu.wait_smem_to_gmem(0)
-
-
-def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
-    """Return z and a factor > 0 such that z * factor are the scores in bits: log2(e) * softcap(scale * s), s = q.k."""
-    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
-    if cap is not None:
-        return warpgroup.tanh(s, scale / cap), cap * LOG2_E
-    return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
@@ -394,11 +383,7 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
     blocks = blocks_of(refs, item, cut)
     rows = Rows(refs, item, wg, blocks.start, cut)
-    state = (
-        warpgroup.filled((ROWS,), FLOOR, ROW),
-        warpgroup.filled((ROWS,), 0.0, ROW),
-        warpgroup.filled((ROWS, cut.head_dim), 0.0),
-    )
+    state = warpgroup.initial_state(cut.head_dim)
     plgpu.barrier_wait(refs.q_full.at[wg])
     if cut.spec.window is not None:
         state = jax.lax.fori_loop(blocks.start, blocks.whole, rows.masked, state)

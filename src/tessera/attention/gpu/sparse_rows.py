@@ -31,7 +31,7 @@ from jaxtyping import Int32
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import int8_keys, warpgroup
 from tessera.attention.gpu.warpgroup import ROW, ROWS, WARPGROUPS
-from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.attention.online_softmax import LN_2
 from tessera.core.shapes import ceil_div, round_up
 
 SCRATCH_BYTES = 128
@@ -268,12 +268,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
 
     rows = Rows(refs, item, first_block, mine, hide, cut)
     head, whole, stop = blocks_of(refs, item, cut)
-    state = (
-        warpgroup.filled((ROWS,), FLOOR, ROW),
-        warpgroup.filled((ROWS,), 0.0, ROW),
-        warpgroup.filled((ROWS, cut.head_dim), 0.0),
-    )
-    states = (state,) * cut.row_blocks
+    states = (warpgroup.initial_state(cut.head_dim),) * cut.row_blocks
     if cut.spec.window is not None:
         states = jax.lax.fori_loop(0, head, rows.masked, states)
     some = (whole > head).astype(jnp.int32)
@@ -365,14 +360,9 @@ class Rows(NamedTuple):
         return tuple(states), p
 
 
-def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
+def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable | None = None) -> tuple:  # noqa: E741
     """Run a softmax update with scores s: return the new m, the new l, the factor on acc, and the weights."""
-    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
-    s, factor = (s, scale * LOG2_E) if cap is None else (warpgroup.tanh(s, scale / cap), cap * LOG2_E)
-    s = hide(s)
-    new_m = jnp.maximum(m, s.max(1) * factor)
-    alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(s * factor - warpgroup.per_row(new_m, s))
+    new_m, alpha, p = warpgroup.weigh(s, m, cut.spec, cut.head_dim, hide)
     return new_m, l * alpha + p.sum(1), alpha, p
 
 

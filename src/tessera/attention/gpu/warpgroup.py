@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from tessera.attention.contract import AttentionSpec
 from tessera.attention.kernel import Capability
+from tessera.attention.online_softmax import FLOOR, LOG2_E, scale_of
 from tessera.attention.simulation import simulated_by
 
 HOPPER = Capability(name="9.0 (Hopper)", least=9.0, most=9.0)
@@ -104,6 +106,27 @@ def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Cal
 
     acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
     return acc, out
+
+
+def weigh(s: Array, m: Array, spec: AttentionSpec, head_dim: int, hide: Callable | None = None) -> tuple:
+    """Return the new maximum m (bits), the factor on earlier sums, and the weights p of the products s = q k^T.
+
+    `hide` sets unseen ones to -inf. The factor is positive, so a row's maximum can be taken before it is applied.
+    """
+    scale, cap = scale_of(spec, head_dim), spec.softcap
+    if cap is not None:
+        s, factor = tanh(s, scale / cap), cap * LOG2_E
+    else:
+        s, factor = (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
+    s = s if hide is None else hide(s)
+    new_m = jnp.maximum(m, s.max(1) * factor)
+    alpha = jnp.exp2(m - new_m)
+    return new_m, alpha, jnp.exp2(s * factor - per_row(new_m, s))
+
+
+def initial_state(head_dim: int) -> tuple[Array, Array, Array]:
+    """Return the online-softmax state (m, l, acc) of 64 rows before any key."""
+    return filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0)
 
 
 def blank_values(v_block, lo, hi) -> None:

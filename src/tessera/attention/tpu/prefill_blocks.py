@@ -29,29 +29,20 @@ CORNER = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes and where the row sum is computed.
+    """Block sizes and where the row sum is computed; block_s, chunk and step are powers of two of at least 128."""
 
-    Attributes:
-        block_t: query tokens per row block (block_t * G rows); rounded up to whole query tiles in the score role.
-        block_s: keys per grid step, a power of two of at least 128.
-        chunk: keys per online-softmax update, a power of two of at least 128, clipped to `step`.
-        step: keys, and about as many query tokens, per iteration of the loop over a key block that a mask may cut; a
-            power of two of at least 128. Longer steps are faster per score; shorter steps compute fewer masked scores.
-            (The corner may have straight-line code instead: see `Cut.corner`.)
-        matrix_sums: whether row sums (and tile masses) come from extra columns of V, which are free if the matrix unit
-            has idle columns.
-        half_exp: whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose
-            vector unit can do so. This relies on an untested assumption about rounding (see `prefill_rows`).
-        state_in_vmem: whether to store the maximum and the sums to VMEM after every update and load them for the next
-            one, instead of keeping them as values, which spill because registers cannot hold a block of rows.
-    """
-
-    block_t: int
-    block_s: int
-    chunk: int
+    block_t: int  # query tokens per row block (block_t * G rows); rounded up to whole query tiles in the score role
+    block_s: int  # keys per grid step
+    chunk: int  # keys per online-softmax update, clipped to `step`
+    # Keys, and about as many query tokens, per iteration of the loop over a key block that a mask may cut. Longer steps
+    # are faster per score; shorter steps compute fewer masked scores. (The corner may have code of its own: `corner`.)
     step: int = 512
-    matrix_sums: bool = True
+    matrix_sums: bool = True  # whether row sums (and tile masses) come from extra columns of V: free if some are idle
+    # Whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose vector unit can
+    # do so. This relies on an untested assumption about rounding (see `prefill_rows`).
     half_exp: bool = False
+    # Whether to store the maximum and the sums to VMEM after every update and load them for the next one, instead of
+    # keeping them as values, which spill because registers cannot hold a block of rows.
     state_in_vmem: bool = False
 
     def __post_init__(self):
