@@ -83,7 +83,8 @@ class Question:
         batch: number of sequences that run together.
         length: number of tokens per sequence, prompt and answer together.
         policy: Kascade policy whose times are predicted.
-        chunk: rows of one prefill call, which holds one sequence.
+        chunk: rows per sequence of one prefill call. Memory is that of a call with all sequences, although a pool
+            prefills one at a time: what fits here fits there.
     """
 
     config: ModelConfig
