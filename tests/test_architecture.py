@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tessera"
 LAB = ROOT / "lab"
-LINES = 45_900
+LINES = 42_000
 """Maximum lines of Python in the package."""
 
 # A floor imports only floors listed before it; within a floor, a room (package or module) imports only itself.
@@ -177,7 +177,7 @@ def test_module_names_say_something():
 
 
 def test_the_package_stays_small():
-    """Lower LINES whenever the package shrinks; 42,000 is the goal."""
+    """What grows must replace something, or move to the laboratory."""
     count = sum(len(path.read_text().splitlines()) for path in MODULES)
     assert count <= LINES, f"the package has {count} lines: cut something, or move what only measures it into lab/"
 
