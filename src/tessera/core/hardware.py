@@ -81,10 +81,7 @@ CHIPS: tuple[Chip, ...] = (
 LINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType(
     {"v4": 300e9, "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9, "h100": 900e9, "h200": 900e9}
 )
-"""Nominal bytes per second over all links from a JAX device to other chips, both directions together.
-
-Source: the vendors' specification pages.
-"""
+"""Nominal bytes per second over all links from a JAX device to other chips, both directions together."""
 
 USABLE_BYTES: Mapping[str, float] = MappingProxyType(
     {

@@ -35,11 +35,8 @@ RULES: Mapping[str, str] = MappingProxyType(
 TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
     {"batch": (DATA, SHARD), **dict.fromkeys(("model", "heads", "kv_heads", "mlp", "head_dim"), SHARD)}
 )
-"""Logical axis -> mesh axes that split it, in training.
-
-The mesh axis "shard" splits each weight along its axis "model"; a weight without that axis is split along the one axis
-that it has.
-"""
+"""Logical axis -> mesh axes that split it, in training: "shard" splits each weight along its axis "model", or without
+that axis along the one axis that it has."""
 
 
 class MeshShape(NamedTuple):
@@ -177,12 +174,11 @@ class Program:
 
 
 def program(**options: Any) -> Callable[[Callable], Program]:
-    """Return a decorator that makes a function a `Program`; `options` are passed to jax.jit."""
+    """Return a decorator that makes a function a `Program`, with options of jax.jit."""
     return lambda function: Program(function, **options)
 
 
 def entered(mesh: Mesh | None) -> AbstractContextManager:
-    """Return a context manager that makes JAX trace for this mesh; for None, one that does nothing."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

@@ -122,7 +122,6 @@ class Quantised:
 
     @property
     def dtype(self) -> np.dtype:
-        """Float dtype of the matrix that this object replaces."""
         return np.dtype(self.float_dtype)
 
     @property
@@ -188,7 +187,6 @@ def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) ->
 
 @cache
 def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
-    """Return the bytes of a quantised matrix [outputs,inputs], scales included; a four-bit value takes half a byte."""
     return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))
 
 
@@ -215,10 +213,7 @@ def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(values: np.ndarray, axis: int) -> np.ndarray:
-    """Pack int8 values from -8 to 15, two per byte, into half of `axis`.
-
-    A byte's low four bits come from the first half of the axis, its high four bits from the second half.
-    """
+    """Pack int8 values from -8 to 15 into half of `axis`: a byte's low four bits come from the axis's first half."""
     low, high = np.split(values, 2, axis)
     return (low & 15) | (high << 4)
 

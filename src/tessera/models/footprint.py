@@ -92,18 +92,14 @@ class Footprint:
 class Types:
     """Number types of matrices, of the cache, and of everything else.
 
-    Attributes:
-        weights: one of WEIGHT_TYPES. A float type applies to the layers' matrices, a form of `core/quant.py` to the
-            matrices to which `weights.form_of` assigns one. All other weights have the type `dtype`.
-        cache: type of keys and values.
-        dtype: type of everything else, activations included.
-        kinds: for weights = "gguf", `Quantised.kind` of each matrix that the GGUF file stores in blocks, by name.
+    A float type of `weights` applies to the layers' matrices, a form of `core/quant.py` to the matrices to which
+    `weights.form_of` assigns one. All other weights have the type `dtype`.
     """
 
-    weights: str = "bfloat16"
+    weights: str = "bfloat16"  # one of WEIGHT_TYPES
     cache: str = "bfloat16"
-    dtype: str = "bfloat16"
-    kinds: Mapping[str, str] = MappingProxyType({})
+    dtype: str = "bfloat16"  # of everything else, activations included
+    kinds: Mapping[str, str] = MappingProxyType({})  # for weights = "gguf", `Quantised.kind` of matrices, by name
 
     def __post_init__(self):
         for name, table in (("weights", WEIGHT_TYPES), ("cache", CACHE_TYPES), ("dtype", FLOATS)):
@@ -119,16 +115,14 @@ class Types:
 class Load:
     """Sizes of one call of a program: `batch` sequences, each with room for `num_keys` keys and with `rows` new tokens.
 
-    Attributes:
-        stacked: whether layers run under a scan, which copies the keys and values of one layer at a time.
-        host: whether the program runs on a CPU. XLA on CPU keeps float32 copies of narrower activations, and copies
-            about half of the cache in a prefill chunk of several sequences (LOG.md).
+    XLA on CPU (`host`) keeps float32 copies of narrower activations, and copies about half of the cache in a prefill
+    chunk of several sequences (LOG.md).
     """
 
     batch: int
     num_keys: int
     rows: int = 1
-    stacked: bool = False
+    stacked: bool = False  # layers run under a scan, which copies the keys and values of one layer at a time
     host: bool = False
 
 

@@ -58,10 +58,8 @@ another value."""
 class GenerationConfig:
     """Defaults of arguments of `Model.generate`; None means that generation_config.json does not set the value.
 
-    Attributes:
-        do_sample: whether to sample at `temperature`, or at 1 if that is None. If False, decoding is greedy unless the
-            caller gives a temperature.
-        ignored: unsupported settings that would change the answer, with their values in the file.
+    With `do_sample`, sample at `temperature`, or at 1 if that is None. Without it, decoding is greedy unless the caller
+    gives a temperature.
     """
 
     do_sample: bool = False
@@ -71,7 +69,7 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    ignored: Mapping[str, Any] = MappingProxyType({})
+    ignored: Mapping[str, Any] = MappingProxyType({})  # unsupported settings that would change the answer
 
     def sampling(self) -> dict[str, float | int]:
         """Return the default temperature (0 if `do_sample` is False) and the other sampling arguments that are set."""

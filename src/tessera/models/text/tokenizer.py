@@ -67,8 +67,8 @@ class Tokenizer:
         backend: the underlying tokenizer.
         specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}. In a chat
             template, each role is a variable that holds the text.
-        chat_template: jinja source, or None.
-        tool_template: jinja source for chats with tools; None if `chat_template` serves these, too.
+        chat_template: jinja source.
+        tool_template: jinja source for chats with tools, unless `chat_template` serves these, too.
         settings: other keys of tokenizer_config.json, written back unchanged.
     """
 
