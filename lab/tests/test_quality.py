@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny import optimized
 
 import tessera
 from lab.demo.reading import Reader, policies
@@ -27,6 +28,7 @@ def readers():
     return {name: Reader(model, num_keys=max(LENGTHS)) for name, model in policies(dense).items()}
 
 
+@optimized()
 @pytest.mark.parametrize("length", [LENGTHS[0], pytest.param(LENGTHS[1], marks=pytest.mark.exhaustive)])
 def test_pass_keys_need_what_the_shipped_plan_chooses(readers, length):
     """Dense and the plan find at least 5 of 6 keys; the plan without its selection finds at most one."""
