@@ -3,11 +3,10 @@
 import dataclasses
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, PLAN, optimized, save_tiny
+from tiny import CONFIG, PLAN, load_stacked, optimized, save_tiny
 
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
@@ -502,11 +501,10 @@ def test_what_cannot_run_is_refused(model):
 
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
     """No window of a quarter of the keys holds the numbers. Layers run under scan, which compiles in seconds."""
-    model = generate.load(smollm2)
-    stacked = dataclasses.replace(model.params, layers=jax.tree.map(lambda *x: jnp.stack(x), *model.params.layers))
-    model = dataclasses.replace(model, params=stacked)
+    model = load_stacked(smollm2)
     filler = probes.Filler.of(model.tokenizer, texts.reference())
     document = probes.make_document("single", filler, LENGTH, (0,))
+    document = document._replace(questions=document.questions[:4])
     window = Matched(scores="newest", keys=contenders.flat(0.25, 128, LENGTH))
     found = {}
     for policy in (Dense(), window):
@@ -516,8 +514,8 @@ def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
         # All of 128 keys, then 128, then a quarter.
         budget = (128**2 / 2 + 128 * 384 + (1024**2 - 512**2) / 8) / (1024**2 / 2)
         assert np.mean(answers.density) == pytest.approx(1.0 if policy == Dense() else budget, abs=0.01)
-    assert sum(found["dense"]) >= 5
-    assert sum(found["matched"]) <= sum(found["dense"]) - 3
+    assert sum(found["dense"]) >= 3
+    assert sum(found["matched"]) <= sum(found["dense"]) - 2
 
 
 def test_the_judge_finds_the_plan_that_a_fetched_model_ships_with(smollm2, monkeypatch):
