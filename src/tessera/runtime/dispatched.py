@@ -37,6 +37,15 @@ class Due(NamedTuple):
     def array(self) -> jax.Array:
         return self.found.choice.token if isinstance(self.found, Pending) else self.found
 
+    @property
+    def ready(self) -> bool:
+        """Whether the program has ended."""
+        return self.array.is_ready()
+
+    def wait(self) -> None:
+        """Wait until the program has ended."""
+        self.array.block_until_ready()
+
 
 class Dispatched:
     """A queue of results, in the order of dispatch; `observe` is `Scheduler.observe`."""
@@ -60,8 +69,8 @@ class Dispatched:
 
     def take(self) -> Due:
         due = self._queue.popleft()
-        over = due.array.is_ready()
-        due.array.block_until_ready()
+        over = due.ready
+        due.wait()
         now_s = time.perf_counter()
         began_s = [max(due.began_s, ended_s) for ended_s in self._ended_s]
         if not self._group:

@@ -82,7 +82,7 @@ def use(answer: Generation, config: ModelConfig, params: Params, kv_dtype: str |
         seconds = steps / answer.decode_tokens_per_s
         done = (row + head) * steps + key * answer.decode_keys
         found["decode_mfu"] = done / (seconds * peaks.flops_per_s)
-        key_bytes = 2 * (config.head_dim * stored.bits / 8 + stored.scale_bytes)
+        key_bytes = 2 * (config.head_dim * stored.element + stored.scale)
         moved = weight_bytes(params) * steps + key_bytes * answer.decode_keys
         found["decode_bandwidth"] = moved / (seconds * peaks.bytes_per_s)
     return Use(**found)

@@ -200,6 +200,12 @@ class Replicas(Counting):
             if answer.status_code == 200 and replica.url == url:  # else its process has ended, and has been counted
                 replica.metrics = parsed(answer.text)
 
+    def _forget(self, replica: Replica) -> None:
+        """Abort the open requests of a replica's process, and keep only its counters."""
+        replica.lose()
+        self._totals.end(replica.metrics)
+        replica.url, replica.metrics = "", []
+
     async def _keep(self, replica: Replica) -> None:
         """Run one replica's cycle. If the first start fails or the launcher has ended, raise that error."""
         pause = PAUSES_S[0]
@@ -222,9 +228,7 @@ class Replicas(Counting):
                 self.lost, retired = self.lost + 1, False
                 logger.warning("replica %d is lost (%s): starting another", replica.index, error)
             replica.retired += retired
-            replica.lose()
-            self._totals.end(replica.metrics)
-            replica.url, replica.metrics = "", []
+            self._forget(replica)
             await self.launcher.stop(replica.index, lost=not retired)
             if not retired:
                 await asyncio.sleep(pause)
