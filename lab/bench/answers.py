@@ -13,6 +13,7 @@ from tessera.core.files import DEMO_MODEL
 from tessera.measure.evidence import How, Record, What
 from tessera.measure.judge.contenders import without_choice
 from tessera.measure.judge.paired import wilson
+from tessera.sparse.plan import THROUGHOUT
 
 
 def pass_keys(stand: Stand) -> Iterator[Record]:
@@ -28,8 +29,8 @@ def pass_keys(stand: Stand) -> Iterator[Record]:
     config |= {name: getattr(plan, name) for name in names} | {"budgets": list(plan.budgets)}
     models = {
         "dense": kascade.with_attention("dense"),
-        "kascade": kascade.with_attention("kascade", crossover_tokens=0),
-        "control": kascade.with_attention("kascade", without_choice(plan), crossover_tokens=0),
+        "kascade": kascade.with_attention("kascade", **THROUGHOUT),
+        "control": kascade.with_attention("kascade", without_choice(plan), **THROUGHOUT),
     }
     for length in stand.sizes.passkey_tokens:
         tasks = passkey_tasks(stand.sizes.passkeys, length)

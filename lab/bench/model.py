@@ -29,7 +29,7 @@ from tessera.runtime.sampling import GREEDY
 from tessera.runtime.step import prefill_chunk
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
-from tessera.sparse.plan import Plan
+from tessera.sparse.plan import THROUGHOUT, Plan
 from tessera.sparse.policies import policy_for
 
 
@@ -119,7 +119,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
     null if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.
     """
     shipped = generate.load(DEMO_MODEL, attention="kascade")
-    policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
+    policies = {"dense": Dense(), "kascade": replace(shipped.policy, **THROUGHOUT)}
     lengths = stand.sizes.crossover_tokens
     config = replace(shipped.config, max_positions=max(lengths))
     medians: dict[str, list[float]] = {name: [] for name in policies}

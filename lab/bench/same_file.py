@@ -25,6 +25,7 @@ from tessera.measure.model_work import draw_tokens, fresh_seed, model_work, vers
 from tessera.models.files.fetch import fetch
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.baselines import Dense
+from tessera.sparse.plan import THROUGHOUT
 
 LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
 SCRIPT = WORKER.with_name("llama_cpp.py")
@@ -65,7 +66,7 @@ def _lengths(stand: Stand, llama: Peer, path: str, threads: int, length: int) ->
     for form, options in OURS.items():
         model = generate.load(path, attention="kascade", **options)
         models[f"dense {form}"] = replace(model, policy=Dense())
-        models[f"kascade {form}"] = replace(model, policy=replace(model.policy, crossover_tokens=0))
+        models[f"kascade {form}"] = replace(model, policy=replace(model.policy, **THROUGHOUT))
     config = replace(models["dense float32"].config, max_positions=length + STEPS + 1)
     models = {name: replace(model, config=config) for name, model in models.items()}
     folder = stand.scratch / "smollm2"

@@ -135,7 +135,7 @@ def said(answer: Generation) -> str:
 
 
 def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
-    """Return the model under three policies: dense, Kascade at every length, and the control.
+    """Return the model under three policies: dense, Kascade whose prompts have no cross-over, and the control.
 
     The control is Kascade that chooses nothing. A head of the control reads all keys if its budget is 1. Otherwise it
     reads only the tiles that the plan always lists: the tiles of the queries themselves, local tiles and sinks.

@@ -62,7 +62,7 @@ def notes(found: Findings) -> list[str]:
     if found.crossover_tokens > dense.answers[0].prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
-            "Here Kascade was made to run at every length, so that there is something to see."
+            "Here Kascade was made to read prompts of every length, so that there is something to see."
         )
     if kascade.turn and kascade.turn.decode_density == 1.0:
         lines.append(

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from lab.demo import reading, report
-from tessera.core import hardware
 from tessera.generate import load
 from tessera.measure import evidence
 from tessera.models.files import fetch
@@ -74,10 +73,3 @@ def make_folder(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise ValueError(f"--out {out} is not a writable folder ({error.strerror}): use another folder") from error
-
-
-def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence") -> None:
-    """Store a run's records under `folder`."""
-    body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
-    found = [evidence.decode(json.dumps(record)) for record in body["records"]]
-    evidence.append(Path(folder) / f"demo-{hardware.device_slug()}.jsonl", found)

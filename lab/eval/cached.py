@@ -25,7 +25,7 @@ from tessera.measure.judge import paired, probes, texts
 from tessera.measure.judge.answers import run_trials
 from tessera.measure.judge.closeness import Pass, closeness, run_text
 from tessera.sparse.baselines import Dense
-from tessera.sparse.plan import Plan
+from tessera.sparse.plan import THROUGHOUT, Plan
 
 LEVELS = 7
 """Largest magnitude of a 4-bit number."""
@@ -84,7 +84,7 @@ def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
     yield Contender(name="dense int8", attention="dense", cache="int8", model=replace(dense, kv_dtype="int8"))
     yield Contender(name="control", attention="dense", cache="4 bits", model=replace(dense, policy=Coarse()))
     if plan is not None:
-        sparse = dense.with_attention("kascade", plan, crossover_tokens=0)
+        sparse = dense.with_attention("kascade", plan, **THROUGHOUT)
         yield Contender(name="plan", attention="the plan", cache=dtype, model=sparse)
         yield Contender(name="plan int8", attention="the plan", cache="int8", model=replace(sparse, kv_dtype="int8"))
 
@@ -103,7 +103,7 @@ def run(
     """Measure every contender on text and on questions; append and print a record per measurement.
 
     Args:
-        plan: without its cross-over; None runs the caches under dense attention only.
+        plan: judged without its cross-overs; None runs the caches under dense attention only.
         label: the model's name in the records.
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
         text: text for windows and filler; the "reference" domain of `texts` if None.

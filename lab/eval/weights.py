@@ -26,7 +26,7 @@ from tessera.measure.judge.closeness import BLOCK, closeness, run_text
 from tessera.measure.judge.contenders import PLAN, Contender
 from tessera.measure.judge.real import Ledger, Material, Sizes
 from tessera.sparse.baselines import Dense
-from tessera.sparse.plan import Plan
+from tessera.sparse.plan import THROUGHOUT, Plan
 
 FLOAT, CONTROL = "float", "control: int8, scales shuffled"
 TEXT_OP, TASK_OP = "eval weights text", "eval weights task"
@@ -132,7 +132,7 @@ def contenders(bench: Bench, name: str) -> Iterator[Contender]:
     """Yield a form under dense attention and under the plan. The control runs under dense attention only."""
     yield Contender(name=name, title=f"{name}, dense", policy=Dense())
     if bench.plan is not None and name != CONTROL:
-        sparse = bench.base.with_attention("kascade", bench.plan, crossover_tokens=0)
+        sparse = bench.base.with_attention("kascade", bench.plan, **THROUGHOUT)
         yield Contender(name=name, title=f"{name}, {PLAN}", policy=sparse.policy)
 
 

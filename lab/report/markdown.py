@@ -130,7 +130,7 @@ RENAMED = {
 """Name of a study or its module in the commands of old records -> its arguments in `python -m lab study` today."""
 
 MOVED = re.compile(
-    r"\btessera (?=(?:study|simulate|demo|report|tune)\b|bench --suite|train --recipe|"
+    r"\btessera (?=(?:study|simulate|demo|report)\b|bench --suite|train --recipe|"
     r"eval --suite (?:cache|real-weights)\b)"
 )
 """The start of commands that `python -m lab` has today."""

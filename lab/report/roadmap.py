@@ -50,7 +50,11 @@ def _measured(records: Sequence[Record]) -> Iterator[Row]:
     groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if r.what.op in ("attention", "model") and r.comparison and r.comparison.target and not r.error:
-            policy = " under its plan" if r.what.op == "model" and r.what.kernel.startswith("kascade ") else ""
+            policy = (
+                " under its plan, sparse throughout,"
+                if r.what.op == "model" and r.what.kernel.startswith("kascade ")
+                else ""
+            )
             title = f"{title_of(r)}{policy}: {r.comparison.target}x {r.comparison.against}"
             groups.setdefault((r.where.device, title), []).append(r)
     for (device, title), own in groups.items():

@@ -143,11 +143,6 @@ def test_the_real_page_shows_each_answer_and_how_to_go_on(real):
     assert "src=" not in source
 
 
-def test_the_real_run_can_be_published(real, tmp_path):
-    run.publish(real[1], str(tmp_path / "evidence"))
-    assert len(evidence.collect(tmp_path / "evidence")) == 5
-
-
 def _findings(dense, kascade, control):
     """Build findings with one question per entry, whose answers are right or wrong as given."""
     given = Generation(text="", tokens=[1], logprobs=[0.0], finish_reason="stop", prompt_tokens=100, ttft_s=1.0,

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab import eval as evaluation
 from lab.report import documents as report
 from lab.report import real as report_real
 from lab.report import tables
 from lab.studies import blocks, figures, gpu_gates, sweep
 from tessera.measure import evidence, trials, tune, verify
 from tessera.measure.evidence import What
+from tessera.measure.judge.paired import wilson
 from tessera.measure.series import current
 from tessera.measure.tune import ship
 
@@ -28,8 +28,10 @@ def on(machine, record):
 
 
 def task(policy, kind, length, scores, suite="demo", density=0.2, machine=AMD, config=PLAN, error=None):
-    """Build a record in the form that `eval.ask` writes."""
-    low, high = evaluation.mean_interval(scores) if scores else (0, 0)
+    """Build a record as the former `tessera eval --suite demo` wrote it."""
+    low, high = (0.0, 0.0) if not scores else (min(scores), max(scores))
+    if scores and set(scores) <= {0.0, 1.0}:
+        low, high = wilson(int(sum(scores)), len(scores))
     facts = {"scores": scores, "low": low, "high": high, "length": length, "kind": kind, "policy": policy}
     what = What(op="eval task", kernel="kascade", workload=f"{kind} at {length}: {policy}", config=config)
     fields = {"error": error} if error else {"density": (density,), "facts": facts}
@@ -39,7 +41,7 @@ def task(policy, kind, length, scores, suite="demo", density=0.2, machine=AMD, c
 
 
 def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
-    """Build a record in the form that `eval.measure_fidelity` writes."""
+    """Build a record of closeness as the former suite wrote it."""
     facts = {"perplexity": 3.25, "perplexity_dense": 3.0, "agreement": 0.975, "mean": mean, "low": mean / 2}
     facts |= {"high": 2 * mean, "policy": policy}
     what = What(op="eval fidelity", kernel="kascade", workload=f"held-out text: {policy}", config=config)
@@ -50,7 +52,7 @@ def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
 
 
 def recall(policy, mean, suite="demo", machine=AMD, error=None):
-    """Build a record in the form that `eval.measure_recall` writes."""
+    """Build a record of attention mass as the former suite wrote it."""
     facts = {"per_head": [[1.0, mean]], "sparse_layers": [0], "mean": mean, "low": mean - 0.02, "high": mean + 0.01}
     what = What(op="eval recall", kernel="kascade", workload=f"attention mass: {policy}", config=PLAN)
     fields = {"error": error} if error else {"facts": facts | {"policy": policy}}

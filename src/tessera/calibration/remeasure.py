@@ -11,7 +11,7 @@ from tessera.calibration.search import Judge, Target, probes_of, promise_of
 from tessera.models.files.checkpoint import fingerprint
 from tessera.runtime.corpus import MAX_WINDOW, read_corpus
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.plan import Plan
+from tessera.sparse.plan import THROUGHOUT, Plan
 
 SEED = 3
 """Seed of the planted facts; `calibrate` uses the seeds 0, 1 and 2."""
@@ -38,7 +38,7 @@ def measure_again(
     target = Target(**{name: plan.promise[name] for name in ("keep", "max_kl") if name in plan.promise})
     corpus = read_corpus(model, texts, max_tokens)
     probes = probes_of(model, [*corpus.windows, *corpus.held_out], MAX_WINDOW, SEED)
-    policy = replace(Kascade.from_plan(plan), crossover_tokens=0, decode_crossover=None)
+    policy = replace(Kascade.from_plan(plan), **THROUGHOUT)
     with Report(progress) as report:
         kept = Judge(model, probes, report.each)(policy)
         crossovers, times = measure_crossovers(model, policy, report, crossover, decode_crossover)

@@ -19,6 +19,7 @@ from tessera.measure.evidence import How, Record, What
 from tessera.measure.model_work import draw_tokens, fresh_seed, layer_densities, model_work, versus
 from tessera.runtime.row_pool import RowPool
 from tessera.sparse.baselines import Dense
+from tessera.sparse.plan import THROUGHOUT
 
 LENGTHS = (1024, 2048, 4096, 8192)
 ROUNDS, LEAST, SHARE_S = 5, 3, 240.0
@@ -96,12 +97,13 @@ def _record(
 ) -> Record:
     config = loaded.config
     ours = name == "kascade"
+    rule = {name: getattr(loaded.plan, name) for name in THROUGHOUT} if ours else {}
     what = What(
         op="model",
         kernel=name,
         workload=f"own_model_{length}",
         dtype=loaded.precision,
-        config={"tokens": length, "model": loaded.plan.model, "num_layers": config.num_layers},
+        config={"tokens": length, "model": loaded.plan.model, "num_layers": config.num_layers} | rule,
         title=f"prefill of {Path(loaded.source).stem}, {length:,} tokens",
     )
     work, peak = model_work(config, length, density=float(np.mean(density))), ceilings.flops_per_s

@@ -52,6 +52,10 @@ MAX_MEASURED = 1_000_000
 MEASURED and COUNTED name."""
 
 
+THROUGHOUT: Mapping[str, Any] = MappingProxyType({"crossover_tokens": 0, "decode_crossover": None})
+"""Options with which a policy is sparse at every position, as on a device where dense is never faster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Which layers score keys, which reuse a selection, and how much each reads: what a plan and its policy share.

@@ -385,7 +385,8 @@ def fitting(sizes: Sizes, context: int, crossover: int) -> Sizes:
     if start >= longest:
         raise ValueError(
             f"the plan's crossover_tokens={crossover} leaves nothing to judge: up to {longest} tokens the plan runs "
-            f'dense here. To judge its choice of keys, pass a copy of the plan with "crossover_tokens": 0'
+            f'dense here. To judge its choice of keys, pass a copy of the plan with "crossover_tokens": 0 and '
+            '"decode_crossover": null'
         )
     lengths = tuple(length for length in sizes.lengths if start < length <= context)
     documents, brief = (tuple(one for one in own if one[1] in lengths) for own in (sizes.documents, sizes.brief))
