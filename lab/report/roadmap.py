@@ -51,7 +51,7 @@ def _measured(records: Sequence[Record]) -> Iterator[Row]:
     for r in records:
         if r.what.op in ("attention", "model") and r.comparison and r.comparison.target and not r.error:
             policy = (
-                " under its plan, sparse throughout,"
+                " under its plan, sparse throughout"
                 if r.what.op == "model" and r.what.kernel.startswith("kascade ")
                 else ""
             )
