@@ -120,6 +120,16 @@ def test_dense_and_sparse_requests_answer_in_turns(model):
     check_same(found[1], alone(model, long, "kascade"))
 
 
+def test_an_answer_names_the_policies_of_its_first_and_last_token(model):
+    policy = replace(POLICIES["kascade"], decode_crossover=1000)
+    engine = replace(model, policy=policy).engine(slots=1, num_keys=NUM_KEYS, sizes=SIZES)
+    engine.submit(Request(prompt=prompt(150), max_new_tokens=2))
+    engine.drain()
+    assert engine.policies_of(150, 1) == {policy}
+    assert engine.policies_of(150, 2) == {policy, Dense()}
+    assert engine.policies_of(20, 2) == {Dense()}
+
+
 @pytest.mark.parametrize("after", [0, 1, 3, 5], ids=["waiting", "joining", "joined", "decoding"])
 def test_a_cancelled_request_frees_its_row(model, after):
     engine = engine_of(model, slots=1)

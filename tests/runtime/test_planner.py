@@ -67,6 +67,16 @@ def test_the_recipe_has_the_papers_anchors_and_reads_a_tenth():
     assert reading(LLAMA, replace(policy, crossover_tokens=4096), 1000) == (32 * 1000, 0, 0, 0)
 
 
+def test_a_plan_that_decodes_dense_is_predicted_as_dense():
+    """Decode has a cross-over of its own, whatever that of prefill."""
+    asked, late = question(), replace(question().policy, decode_crossover=131073)
+    dense, sparse = speed(asked, Types(), None), speed(asked, Types(), asked.policy)
+    assert speed(asked, Types(), late).decode_ms == dense.decode_ms > sparse.decode_ms
+    assert speed(asked, Types(), late).prefill_s == sparse.prefill_s
+    early = replace(late, crossover_tokens=10**6, decode_crossover=0)
+    assert speed(asked, Types(), early).decode_ms == sparse.decode_ms
+
+
 def test_budgets_and_layers_that_choose_for_themselves():
     """Budget 0 reads only what is always read, 1 reads all; `own` layers also rank all keys."""
     heads = ((0, 1),) * 3

@@ -190,6 +190,13 @@ def test_below_the_crossover_kascade_is_dense():
     assert Dense().at_position(5, 64) == Dense().decode_at(5, 64) == Dense()
 
 
+@pytest.mark.parametrize("unit", [64, 128, 256, 1024])
+def test_a_crossover_is_one_position_in_every_pool(unit):
+    """`generate` cuts at multiples of 64 rows, a server's pages on an accelerator at 256, a split context at 1,024."""
+    policy = replace(Kascade.from_plan(PLAN), crossover_tokens=1100)
+    assert [policy.at_position(n, unit) == Dense() for n in (1100, 1152, 1280, 2047, 2048)] == [True] * 4 + [False]
+
+
 def test_decode_has_a_crossover_of_its_own(tmp_path):
     """A plan without the field is one whose decode nobody measured."""
     for value, dense in ((None, 128), (0, 0), (40, 40), (300, 300)):

@@ -110,12 +110,11 @@ class Engine:
         """The lane's scheduler; None before a request or `warm` has opened the lane."""
         return None if self.lane is None else self.lane.scheduler
 
-    def policy_of(self, prompt_tokens: int, new_tokens: int) -> Policy:
-        """Return the policy under which the last token of an answer was chosen."""
+    def policies_of(self, prompt_tokens: int, new_tokens: int) -> set[Policy]:
+        """Return the policies under which an answer's first and last token were chosen."""
         unit = self.lane.pool.unit if self.paging is None else self.paging.unit
-        if new_tokens > 1:
-            return self.policy.decode_at(prompt_tokens + new_tokens - 2, unit)
-        return self.policy.at_position(prompt_tokens - 1, unit)
+        last = [self.policy.decode_at(prompt_tokens + new_tokens - 2, unit)] if new_tokens > 1 else []
+        return {self.policy.at_position(prompt_tokens - 1, unit), *last}
 
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
@@ -258,7 +257,7 @@ class Engine:
                 failures.append(fail(left.pop(), error))
                 continue
             longest, pool = left[-1].answer.num_keys, self.lane.pool
-            used = {pool.policy_at(longest - 1).name, pool.decode_policy_at(longest - 1).name}
+            used = {pool.policy_at(num_tokens - 1).name, pool.decode_policy_at(longest - 1).name}
             if self.policy.name not in used:
                 names = used.pop(), self.policy.name
                 logger.info(

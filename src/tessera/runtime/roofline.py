@@ -16,7 +16,7 @@ read in that type and multiplied in bfloat16.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -246,6 +246,8 @@ def _prefill(q: Question, on: Chip, division: MeshShape, types: Types, policy: K
 
 def _decode(q: Question, on: Chip, division: MeshShape, types: Types, policy: Kascade | None) -> dict[str, float]:
     config, peak = q.config, on.bf16_flops_per_s / on.devices
+    if policy is not None:  # decode has a cross-over of its own
+        policy = replace(policy, crossover_tokens=0) if policy.decode_at(q.length - 1, 1) is policy else None
     keys, stored = reading(config, policy, q.length), CACHE_TYPES[types.cache]
     per_key = config.num_kv_heads * (config.head_dim * stored.element + stored.scale) / division.devices
     moved = q.batch * per_key * (2 * (keys.dense + keys.score + keys.sparse) + keys.own)

@@ -201,7 +201,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         ChoiceState(
             index=index,
             prompt=index // body.n,
-            policy=partial(site.service.policy_of, one),
+            policies=partial(site.service.policies_of, one),
             prompt_tokens=len(one.prompt),
             speech=asking.speech_of(tokenizer, body, one.prompt, guided=guide is not None) if chat else Speech(),
             tokens=[] if logged else None,

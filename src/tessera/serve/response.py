@@ -58,7 +58,7 @@ class ChoiceState:
 
     Attributes:
         prompt: number of its prompt in the request, from 0.
-        policy: function that returns the name of the choice's attention policy, by the number of its tokens.
+        policies: function that returns the names of the choice's attention policies, by the number of its tokens.
         tokens: the choice's tokens so far; None unless the response reports token probabilities.
         job: the choice's request in the service.
         new_tokens, characters: length of the answer so far.
@@ -67,7 +67,7 @@ class ChoiceState:
 
     index: int
     prompt: int
-    policy: Callable[[int], str]
+    policies: Callable[[int], set[str]]
     prompt_tokens: int
     speech: Speech
     echo: Echo | None = None
@@ -185,15 +185,15 @@ def _held(reply: Reply, answer: ChoiceState, event: Token | End) -> Iterator[dic
 def usage_of(answers: Sequence[ChoiceState]) -> dict[str, Any]:
     """Build the field "usage" of a response.
 
-    "tessera" holds the answers' attention policies, dense below a plan's cross-over, and their mean density: keys read
-    / keys visible.
+    "tessera" holds the answers' mean density (keys read / keys visible) and the policies of their first and last
+    tokens: "dense+kascade" if a prompt ran under the plan and decode below its own cross-over.
     """
     prompts = {answer.prompt: answer.prompt_tokens for answer in answers}
     cached = dict(prompts)  # of each prompt: later choices also reuse what earlier ones have computed
     for answer in answers:
         cached[answer.prompt] = min(answer.end.reused_tokens, cached[answer.prompt])
     generations = [answer.end.generation for answer in answers]
-    policies = {answer.policy(len(one.tokens)) for answer, one in zip(answers, generations)}
+    policies = set().union(*(answer.policies(len(one.tokens)) for answer, one in zip(answers, generations)))
     density = sum(one.density for one in generations) / len(generations)
     return counts(sum(prompts.values()), sum(len(one.tokens) for one in generations)) | {
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},

@@ -118,9 +118,9 @@ class Service:
             self._changed.notify()
         return jobs
 
-    def policy_of(self, request: Request, new_tokens: int) -> str:
-        """Return the name of the attention policy that chose the last token of an answer of `new_tokens` tokens."""
-        return self._engine.policy_of(len(request.prompt), new_tokens).name
+    def policies_of(self, request: Request, new_tokens: int) -> set[str]:
+        """Return the names of the policies that chose the first and the last of an answer's `new_tokens` tokens."""
+        return {policy.name for policy in self._engine.policies_of(len(request.prompt), new_tokens)}
 
     def cancel(self, job: Job) -> None:
         """Drop a request and deliver no more of its events; do nothing if the request has ended."""

@@ -1,6 +1,7 @@
 """Baseline policies: dense; window and sinks; exact scores in every layer (the oracle)."""
 
 from dataclasses import dataclass, replace
+from math import lcm
 
 import jax.numpy as jnp
 from jax import Array
@@ -45,13 +46,19 @@ class Dense(Counted):
         return out, record_reads(state, layer, visible, visible)
 
 
+STEP = 1024
+"""A cross-over of at least so many tokens is rounded up to a multiple of it, so that it is one position in all pools,
+whose chunks begin at multiples of 64 to 1,024 rows. A smaller one is rounded up to the chunks of its pool."""
+
+
 class DenseBefore:
-    """Rule of position of a plan: dense below `crossover_tokens`, rounded up to a multiple of `unit`; in decode, dense
-    below `decode_crossover`, if that is set.
+    """Rule of position of a plan: dense below `crossover_tokens`, rounded up (`STEP`, and whole `unit`s); in decode,
+    dense below `decode_crossover`, if that is set.
     """
 
     def at_position(self, position: int, unit: int) -> Policy:
-        return Dense() if position < round_up(self.crossover_tokens, unit) else self
+        step = unit if self.crossover_tokens < STEP else lcm(unit, STEP)
+        return Dense() if position < round_up(self.crossover_tokens, step) else self
 
     def decode_at(self, position: int, unit: int) -> Policy:
         if self.decode_crossover is None:

@@ -76,8 +76,8 @@ class Choice:
         budgets: [L][K]: a fraction per layer and KV head instead of `fraction`. With 1, a head reads all keys; with 0,
             only the always-read keys. Empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
-        crossover_tokens: prompt tokens at positions below this number (rounded up to whole chunks) use dense attention,
-            which is faster there.
+        crossover_tokens: prompt tokens at positions below this number (rounded up, `baselines.STEP`) use dense
+            attention, which is faster there.
         decode_crossover: a decode step at a position below this number uses dense attention. None, also in plans
             without this field: nobody measured decode, and `crossover_tokens` decides.
     """
