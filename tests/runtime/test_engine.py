@@ -124,7 +124,7 @@ def test_an_answer_names_the_policies_of_its_first_and_last_token(model):
     policy = replace(POLICIES["kascade"], decode_crossover=1000)
     engine = replace(model, policy=policy).engine(slots=1, num_keys=NUM_KEYS, sizes=SIZES)
     engine.submit(Request(prompt=prompt(150), max_new_tokens=2))
-    engine.drain()
+    engine.step()
     assert engine.policies_of(150, 1) == {policy}
     assert engine.policies_of(150, 2) == {policy, Dense()}
     assert engine.policies_of(20, 2) == {Dense()}
