@@ -66,6 +66,9 @@ class Model:
     """Weights with their config, tokenizer and attention policy.
 
     Attributes:
+        config: the decoder's sizes and options.
+        params: the weights.
+        policy: the attention policy of every layer.
         tokenizer: None if the checkpoint has none; prompts must then be token lists.
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
@@ -205,10 +208,12 @@ class Model:
     def warmup(
         self, *, max_tokens: int | None = None, batch: int = 1, progress: Callable[[str], Any] | None = None, **sampling
     ) -> int:
-        """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
+        """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer
+        (None: the model's context).
 
-        Each batch size compiles separately. Of `sampling` (temperature, top_k, ...), only whether each value is enabled
-        matters. `progress` is called with a line of text for each cache size and policy. Return the number of programs.
+        Each batch size compiles separately. Of `sampling` (temperature, top_k, ... of later requests), only whether
+        each value is enabled matters. `progress` is called with a line of text for each cache size and policy. Return
+        the number of programs.
         """
         longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
         values = self.sampling(**sampling)
@@ -390,7 +395,11 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return `plan`, loaded if it is a path; if it is None, kascade needs the plan that `locate_plan` finds."""
+    """Return `plan`, loaded if it is a path; if it is None, that of `locate_plan` for kascade, else None.
+
+    Raises:
+        ValueError: kascade has no plan.
+    """
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":

@@ -88,6 +88,10 @@ def attend(
 
     In prefill, the rows are one chunk: q_start is a multiple of w * C, and T = w * C. The results equal those of one
     device that holds all keys in order of position. Selections and masses refer to tiles by their absolute ids.
+
+    Raises:
+        ValueError: T, S, the tile or the query tile does not fit the stripes, or the call has a window, pages or int8
+            keys.
     """
     stripes = Stripes(spec.stripe, traced_stripes())
     check(q_BTNH.shape[1], kv, spec, stripes, sparse=selection is not None)

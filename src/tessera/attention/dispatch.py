@@ -175,7 +175,11 @@ def explain(
 
 
 def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, **where: str | None) -> Kernel:
-    """Return the kernel that `explain`, which also gets `where`, marks as chosen; a ValueError gives the refusals."""
+    """Return the kernel that `explain` marks as chosen; `where` are its arguments `platform` and `capability`.
+
+    Raises:
+        ValueError: no kernel can run the call, or the named backend cannot; the message gives the reasons.
+    """
     choices = explain(spec, shapes, **where, backend=backend)
     tried = list(zip(KERNELS, choices, strict=True))
     for kernel, choice in tried:

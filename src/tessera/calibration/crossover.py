@@ -82,6 +82,7 @@ def measure_decode_crossover(model: Any, policy: Kascade, report: Any) -> tuple[
     """Measure the position from which a decode step under the policy is faster than dense; return (position, times).
 
     As `measure_crossover`, but with the time of single steps, and for positions up to TIMED_KEYS.
+    If Kascade is not faster at the last one, the position is the context plus one: decode always runs dense.
     """
     context = model.config.max_positions
     lengths = sorted({min(1024 << i, context, TIMED_KEYS) for i in range(11)})

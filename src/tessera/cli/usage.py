@@ -22,10 +22,11 @@ COMMANDS = MappingProxyType(
         "perplexity": "eval judges a plan, calibrate measures what a plan loses",
         "quantize": "use `tessera generate --weights int8`, which rounds the weights in memory and writes no file",
         "version": "--version shows it",
+        **dict.fromkeys(("demo", "report", "simulate", "study"), "run `python -m lab` in a checkout of the repository"),
         "load": "GuideLLM (`guidellm run`) measures a running server, see docs/serving-figures.md",
     }
 )
-"""Commands of llama.cpp, vLLM and transformers, and a former one of ours, each with what to use instead."""
+"""Commands of llama.cpp, vLLM and transformers, and former ones of ours, each with what to use instead."""
 
 _CONTEXT = "the cache grows with the request, up to the model's context: drop it"
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"

@@ -244,7 +244,8 @@ class Notebook:
     """Named results of a long run, stored in a JSON Lines file, so that a stopped run can resume.
 
     The first line of the file holds the run's subject, a JSON value that says what was computed. A file with a
-    different subject is overwritten. Without a path, nothing is stored.
+    different subject is overwritten: runs with equal subjects must have equal results. Without a path, nothing is
+    stored.
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):

@@ -124,7 +124,10 @@ def cpu() -> Cpu:
 
 
 def device_slug() -> str:
-    """Return the name of JAX's first device, such as "tpu-v6-lite", or "cpu-MODEL-N-cores", for file names."""
+    """Return the name of JAX's first device, such as "tpu-v6-lite", or "cpu-MODEL-N-cores", for file names.
+
+    Never call this while importing: it initialises JAX's devices.
+    """
     import jax
 
     kind, host = jax.devices()[0].device_kind, cpu()
@@ -133,7 +136,10 @@ def device_slug() -> str:
 
 
 def gpu_capability() -> str | None:
-    """Return the compute capability of JAX's first GPU, such as "9.0", or "none" if it has none; None without a GPU."""
+    """Return the compute capability of JAX's first GPU, such as "9.0", or "none" if it has none; None without a GPU.
+
+    Never call this while importing: it initialises JAX's devices.
+    """
     import jax
 
     if jax.default_backend() != "gpu":

@@ -10,7 +10,7 @@ PROGRAM_BYTES = 512 << 20
 
 
 def available_bytes(device: jax.Device) -> int | None:
-    """Return the bytes that a program can still allocate on this device, if the system reports them."""
+    """Return the bytes that a program can still allocate on this device; None if the system does not report them."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))

@@ -136,7 +136,7 @@ class Record:
         flops, bytes: work of one sample, by the stated formula of the workload.
         facts: other numbers of the same run; names carry their units.
         command: command line that repeats the measurement.
-        suite, case: what `suite_and_case` finds in the command.
+        suite, case: what `suite_and_case` finds in the command (--suite; --only or other flags); both are in the key.
     """
 
     what: What

@@ -49,7 +49,11 @@ class Blocks(NamedTuple):
 
 
 def wins(num_rows: int, weight: Quantised) -> bool:
-    """Return whether the kernel can compute a product with this weight, faster than XLA; JAX cannot split it."""
+    """Return whether the kernel can compute a product with this weight faster than XLA.
+
+    It can if the values are in groups, there are many rows, the inputs and the outputs fill whole registers, and no
+    mesh splits the product, since JAX cannot split the kernel.
+    """
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape

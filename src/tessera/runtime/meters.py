@@ -3,9 +3,15 @@
     MFU           = flops / (seconds * peak)
     bandwidth use = (weights + cache bytes read) / (seconds * bandwidth)
 
-`use` has the formulas. Work that they leave out (padding, masked keys, recomputation, tile selection) lowers the
-shares. The peaks come from the device's data sheet and are summed over the devices of the mesh. CPUs have no data sheet
-here; for them, `generate --stats` measures the rates.
+    flops of a prefill of T tokens = 2 P T + 2 V D + 4 H G keys
+    flops of n decoded tokens      = 2 (P + V D) n + 4 H G keys
+    cache bytes of decode          = keys * bytes of one position's key and value in one KV head
+
+P is the number of elements in the layers' matrices, V D that in the output head, which a prefill applies to one row
+only. `keys` is the number of key positions read, summed over layers, KV heads and rows; a group of G query heads shares
+each read. H is the head dim. Work left out (padding, masked keys, recomputation, tile selection) lowers the shares. The
+peaks come from the device's data sheet and are summed over the devices of the mesh. CPUs have no data sheet here; for
+them, `generate --stats` measures the rates.
 """
 
 from dataclasses import dataclass

@@ -172,7 +172,11 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
 def merge_splits(
     out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Merge the splits' softmax-weighted values and their lse (bits, in every column); 0 and -inf mean no key seen."""
+    """Merge the splits' softmax-weighted values and their lse; return both.
+
+    lse is log2 of a sum of exponentials, in every column of a row. A split that saw no key has values 0 and lse -inf.
+    All but the returned values, of type `dtype`, are float32.
+    """
     rows, size = out.shape[1:], out[0].size
     flat = [flatten(x) for x in (out, lse)]
     merged = plgpu.kernel(

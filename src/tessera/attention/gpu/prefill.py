@@ -412,7 +412,11 @@ def body(*refs, cut: Cut):
 
 
 def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
-    """Launch the kernel for q's rows [skipped, skipped + rows); return the outputs, padded to whole thread blocks."""
+    """Launch the kernel for q's rows [skipped, skipped + rows).
+
+    Return out [B,rows,N,H], lse [B,N,rows] in bits and, if spec.mass, bits [B,N,units,rows]; the last axes of lse and
+    bits are padded to whole thread blocks.
+    """
     batch, _, num_heads, head_dim = q.shape
     blocks, config = ceil_div(rows, BLOCK_T), cut.config
     out = [
@@ -565,7 +569,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
-        # With a window and 256 sums per row, the compiler spills a register (found by `python -m lab study gpu-gates`).
+        # With a window and 256 sums per row, the compiler spills a register (found by `python -m lab study compiles`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
         spills = spills or (shapes.scaled and block_s == 128 and is_short(spec, shapes))
         fits = shared_bytes(shapes.head_dim, config, shapes.scaled) <= SHARED_BYTES and not spills

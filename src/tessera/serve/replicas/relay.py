@@ -32,7 +32,10 @@ MAX_LOST = 2
 
 
 class Relay:
-    """ASGI application in front of replicas; `cluster.run` explains the arguments."""
+    """ASGI application in front of replicas.
+
+    `margin` is that of `routing.choose`; `context` is the maximum tokens of a request, None if only replicas know it.
+    """
 
     def __init__(self, replicas: Replicas, margin: int, context: int | None = None):
         self.replicas, self.margin, self._bodies = replicas, margin, Bodies(context)
