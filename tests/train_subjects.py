@@ -82,7 +82,7 @@ def nothing_is_whole_on_one_device(folder: Path) -> None:
     from tessera.train.state import start
 
     recipe, mesh = recipe_of(folder), build(MeshShape(shard=DEVICES))
-    state = start(recipe, mesh)
+    state = start(recipe, mesh, None)
     corpus = data.Split(np.frombuffer(Path(recipe.text).read_bytes(), np.uint8).astype(np.int32), np.zeros(0))
     new, _ = loop.run_step(state, corpus, recipe, 0, mesh)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))

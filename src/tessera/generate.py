@@ -26,7 +26,7 @@ from tessera.models.files.ends import describe
 from tessera.models.files.fetch import SOURCES
 from tessera.models.files.forms import require_weights
 from tessera.models.files.generation_config import GenerationConfig
-from tessera.models.files.source import open_source, resolve
+from tessera.models.files.source import Source, open_source, resolve
 from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
@@ -296,7 +296,7 @@ class Model:
 
 
 def load(
-    path_or_hub_id: str | os.PathLike,
+    path_or_hub_id: str | os.PathLike | Source,
     *,
     dtype: str | None = None,
     weights: str | None = None,
@@ -309,7 +309,7 @@ def load(
 
     Args:
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file, the name of a fetched model ("smollm2"),
-            or "owner/name". The weights of a GGUF file are dequantised unless `weights` is "gguf".
+            "owner/name", or a `Source`. The weights of a GGUF file are dequantised unless `weights` is "gguf".
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
         weights: number format to which the matrices are rounded as they are read: "int8", "int4" or "fp8" (one scale
             per output channel), "int4-g32", "int4-g64" or "int4-g128" (one scale per 32, 64 or 128 inputs), or "w8a8"

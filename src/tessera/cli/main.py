@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -53,6 +54,13 @@ class ModelFlags(Command):
     int4-gN, N inputs share a scale; w8a8 also rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 tensors
     as stored. Floats if not given."""
 
+    @cached_property
+    def source(self):
+        """The model's files, opened once."""
+        from tessera.models.files.source import resolve
+
+        return resolve(named_model(self.model))
+
     def load(self):
         from tessera.generate import load
 
@@ -62,7 +70,7 @@ class ModelFlags(Command):
                 f"or drop --plan"
             )
         names = ("dtype", "weights", "kv_dtype", "attention", "plan", "mesh")
-        return load(named_model(self.model), **{name: getattr(self, name) for name in names})
+        return load(self.source, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,17 +87,14 @@ def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:
     """Return digests of everything that must be the same in all processes; paths may differ between machines."""
     from importlib.metadata import version
 
-    from tessera.cli.model_commands import named_model
     from tessera.generate import find_plan
     from tessera.models.files.checkpoint import files_digest
-    from tessera.models.files.source import resolve
 
     own = {"process", "wait_s", "debug", "model", "plan", "prompt", "option", "file", "stream", "json"}
-    source = resolve(named_model(command.model))
-    plan = find_plan(command.attention, command.plan, str(source))
+    plan = find_plan(command.attention, command.plan, str(command.source))
     found = {
         "version of JAX or Tessera": (version("jax"), version("tessera-attention")),
-        "model": files_digest(source),
+        "model": files_digest(command.source),
         "plan": plan,
         "prompt": prompts,
         "set of flags": {name: value for name, value in asdict(command).items() if name not in own},

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from tessera.cli.processes import ProcessFlags, together
 from tessera.core.files import check_writable
 
 if TYPE_CHECKING:
+    from tessera.models.files.source import Source
     from tessera.train.recipes import Recipe
 
 
@@ -31,6 +33,9 @@ class TrainFlags(ProcessFlags, Command):
     until: Omittable[int] = None
     """Stop after this many steps in total; at the recipe's end if not given."""
 
+    source = None
+    """The files of the recipe's base; None for fresh weights."""
+
     def run_recipe(self, make: Callable[[], "Recipe"], facts: Callable[["Recipe"], dict[str, object]]) -> int:
         """Train with the recipe that `make` returns, once the flags are checked, until it ends or --until is reached.
 
@@ -48,7 +53,7 @@ class TrainFlags(ProcessFlags, Command):
             recipe = replace(recipe, stages=tuple(replace(s, accumulate=self.accumulate) for s in recipe.stages))
 
         def run() -> int:
-            train(recipe, self.out, mesh=self.mesh, save_every_s=self.save_every_s, until=self.until)
+            train(recipe, self.out, base=self.source, mesh=self.mesh, save_every_s=self.save_every_s, until=self.until)
             return 0
 
         return run() if place is None else together(place, self.digests(facts(recipe)), self.wait_s, run)
@@ -85,22 +90,25 @@ class Train(TrainFlags):
     def run(self) -> int:
         return self.run_recipe(self.recipe, self.facts)
 
-    def recipe(self) -> "Recipe":
+    @cached_property
+    def source(self) -> "Source | None":
         from tessera.models.files.source import resolve
+
+        return None if self.base is None else resolve(self.base)
+
+    def recipe(self) -> "Recipe":
         from tessera.train.recipes import SMALL_CONFIG, text_recipe
 
-        base = None if self.base is None else resolve(self.base)
-        config = SMALL_CONFIG if base is None else base.config
+        config = SMALL_CONFIG if self.source is None else self.source.config
         flags = {name: getattr(self, name) for name in ("steps", "length", "batch", "rate")}
-        return text_recipe(self.text, config=config, base=None if base is None else base.path, **flags)
+        return text_recipe(self.text, config=config, base=None if self.source is None else self.source.path, **flags)
 
     def facts(self, recipe: "Recipe") -> dict[str, object]:
         """Return the text and the base's digest."""
         from tessera.models.files.checkpoint import files_digest
-        from tessera.models.files.source import open_source
         from tessera.runtime.corpus import read_text
 
         return {
             "text": read_text(self.text),
-            "base": None if recipe.base is None else files_digest(open_source(recipe.base)),
+            "base": None if self.source is None else files_digest(self.source),
         }

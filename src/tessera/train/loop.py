@@ -39,7 +39,7 @@ from tessera.core.quant import has_quantised
 from tessera.models import decoder
 from tessera.models.config import ModelConfig
 from tessera.models.files.checkpoint import save_folder
-from tessera.models.files.source import open_source
+from tessera.models.files.source import Source, open_source
 from tessera.models.layers import Params
 from tessera.models.text.tokenizer import Tokenizer, byte_tokenizer
 from tessera.models.weights import layer_weights, num_parameters, outer_weights
@@ -167,6 +167,7 @@ class Run:
     folder: Path
     corpus: data.Split
     tokenizer: Tokenizer
+    base: Source | None
     save_every_s: float
     last: int
     console: Console
@@ -176,6 +177,7 @@ def train(
     recipe: Recipe,
     out: str | os.PathLike,
     *,
+    base: Source | None = None,
     mesh: str | None = None,
     save_every_s: float = 120.0,
     until: int | None = None,
@@ -188,6 +190,7 @@ def train(
     folder.
 
     Args:
+        base: the files at `recipe.base`, if they are open already.
         mesh: devices that share the work, such as "data=8", "shard=8" or "data=2,shard=4" (`train.mesh`). A run may
             resume on another mesh. None means data parallelism on all devices; if they cannot share a batch equally,
             each of them computes the whole batch.
@@ -208,7 +211,8 @@ def train(
         raise ValueError(f"{save_every_s=} must be a number of seconds, at least 0")
     on = find_mesh(mesh, recipe)
     check_room(recipe, on)
-    tokenizer = byte_tokenizer() if recipe.base is None else open_source(recipe.base).tokenizer
+    base = open_source(recipe.base) if base is None and recipe.base is not None else base
+    tokenizer = byte_tokenizer() if base is None else base.tokenizer
     corpus = recipe.data.read(recipe.text, tokenizer)
     longest = max(stage.length for stage in recipe.stages)
     if len(corpus.train) <= longest:
@@ -220,7 +224,7 @@ def train(
         raise ValueError(f"{folder} is not a writable folder ({error.strerror}): name another") from error
     console = Console(stderr=True, quiet=not is_lead()) if console is None else console
     last = recipe.steps if until is None else min(until, recipe.steps)
-    asked = dict(recipe=recipe, mesh=on, folder=folder, corpus=corpus, tokenizer=tokenizer)
+    asked = dict(recipe=recipe, mesh=on, folder=folder, corpus=corpus, tokenizer=tokenizer, base=base)
     run = Run(**asked, save_every_s=save_every_s, last=last, console=console)
     with sole_writer(folder / "train") if is_lead() else nullcontext():
         if is_lead():
@@ -275,7 +279,7 @@ def _resumed(run: Run) -> tuple[State, int]:
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints(run.folder)}
     step = told_by_lead(max(found, default=-1))
     if step < 0:
-        return start(run.recipe, run.mesh), 0
+        return start(run.recipe, run.mesh, run.base), 0
     if step not in found:
         raise ValueError(
             f"{run.folder} has no checkpoint of step {step} in process {jax.process_index()}: use a folder that all "

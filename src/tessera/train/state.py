@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tessera.models.files.checkpoint import load_params
-from tessera.models.files.source import open_source
+from tessera.models.files.source import Source
 from tessera.models.layers import Params
 from tessera.models.weights import abstract_params, init_params
 from tessera.train.recipes import Recipe
@@ -45,13 +45,13 @@ def init_state(recipe: Recipe) -> State:
     return _begin(init_params(recipe.config, jax.random.key(recipe.seed)), recipe)
 
 
-def start(recipe: Recipe, mesh: Mesh) -> State:
-    """Return the state at step 0 on a mesh, with fresh weights or the weights of the recipe's base. Each device
-    computes, or reads from the base's files, only the parts that it holds."""
+def start(recipe: Recipe, mesh: Mesh, base: Source | None) -> State:
+    """Return the state at step 0 on a mesh, with fresh weights or those of `base`, the files of the recipe's base. Each
+    device computes, or reads from the files, only the parts that it holds."""
     placed = shardings(recipe, mesh)
-    if recipe.base is None:
+    if base is None:
         return jax.jit(init_state, static_argnums=0, out_shardings=placed)(recipe)
-    params = load_params(open_source(recipe.base), dtype=jnp.float32, stacked=True, mesh=mesh)
+    params = load_params(base, dtype=jnp.float32, stacked=True, mesh=mesh)
     return jax.jit(_begin, static_argnums=1, out_shardings=placed, donate_argnums=0)(params, recipe)
 
 

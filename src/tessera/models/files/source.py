@@ -235,12 +235,14 @@ def open_source(path: str | os.PathLike) -> Source:
     return Gguf(path) if path.is_file() else Folder(path)
 
 
-def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Source:
-    """Find a model, given as a local folder or GGUF file, a key of `fetch.SOURCES`, or a hub id.
+def resolve(name: str | os.PathLike | Source, *, config_only: bool = False) -> Source:
+    """Find a model: a local folder or GGUF file, a key of `fetch.SOURCES`, a hub id, or a `Source`, which is returned.
 
     The model of a Hugging Face hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if
     the config is supported, the weights. With `config_only`, only the config files are downloaded.
     """
+    if isinstance(name, Source):
+        return name
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
