@@ -164,7 +164,7 @@ class Stand:
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """Call `measure.interleave` with `sizes.rounds` rounds, or as many as end before `ends`.
+        """Call `timing.interleave` with `sizes.rounds` rounds, or as many as end before `ends`.
 
         At least `least` rounds run even so; None means `sizes.least_rounds`.
         """

@@ -100,7 +100,8 @@ UNSAID = re.compile(r"None|default: *\)")
 UNKNOWN = {
     "genrate": "tessera has no command genrate: did you mean generate? (see tessera --help)",
     "llama-server": "tessera has no command llama-server: serve answers over HTTP",
-    "study fuzz": "tessera has no command study: run `python -m lab` in a checkout of the repository",
+    "study fuzz": "tessera has no command study: run `python -m lab study` in a checkout of the repository",
+    "demo": "tessera has no command demo: run `python -m lab demo` in a checkout of the repository",
     "load http://a": "tessera has no command load: GuideLLM (`guidellm run`) measures a running server",
     "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (see tessera --help)",
     "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (see ",

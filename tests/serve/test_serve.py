@@ -95,9 +95,11 @@ def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model, monkeypat
 
 
 def test_a_prompt_that_repeats_is_partly_in_the_cache(running):
-    prompt = [70] * 90
-    ask(running, prompt, max_tokens=2)
-    assert ask(running, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens == 64
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    hits, queries = map(running.metric, names)
+    cached = [ask(running, [70] * 90, max_tokens=2).usage.prompt_tokens_details.cached_tokens for _ in range(2)]
+    assert cached[1] == 64
+    assert [*map(running.metric, names)] == [hits + sum(cached), queries + 180]
 
 
 def test_stop_texts_end_the_answer(running, model):

@@ -36,9 +36,8 @@ class Row:
     kernel: str  # name of a kernel in `dispatch.KERNELS`, which includes the role
     bucket: Mapping[str, Any]  # per measure, the value that a call must have, or the interval (low, high) of values
     config: Mapping[str, Any]  # fields of the kernel's Config
-    gain: (
-        float | None
-    )  # time of the default config / time of this one; 1 if the default won, else None if it does not compile
+    # time of the default config / time of this one; 1 if the default won, None if the default does not compile
+    gain: float | None
     record: Mapping[str, str]  # "file" in evidence/, "workload" and "date" of the record that lists every config tried
 
     def __post_init__(self):

@@ -22,7 +22,10 @@ COMMANDS = MappingProxyType(
         "perplexity": "eval judges a plan, calibrate measures what a plan loses",
         "quantize": "use `tessera generate --weights int8`, which rounds the weights in memory and writes no file",
         "version": "--version shows it",
-        **dict.fromkeys(("demo", "report", "simulate", "study"), "run `python -m lab` in a checkout of the repository"),
+        **{
+            name: f"run `python -m lab {name}` in a checkout of the repository"
+            for name in ("demo", "report", "simulate", "study")
+        },
         "load": "GuideLLM (`guidellm run`) measures a running server, see docs/serving-figures.md",
     }
 )

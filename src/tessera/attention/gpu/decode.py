@@ -395,7 +395,8 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     splits = (max(best.splits // 2, 1), 2 * best.splits)
     for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):
         cut = cut_call(spec, shapes, config)
-        # With sums of several units and a third stage, the compiler spills (found by `python -m lab study compiles`).
+        # With sums of several units and a third stage, the compiler spills
+        # (found by `python -m lab study compiles --platform gpu`).
         spills = cut.role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
         fits = shared_bytes(cut, config) <= SHARED_BYTES and not spills
         if fits and (shapes.head_dim, config.block_s) in THREAD_REGISTERS:

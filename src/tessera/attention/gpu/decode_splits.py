@@ -172,7 +172,7 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
 def merge_splits(
     out: Float[Array, "splits *rows"], lse: Float[Array, "splits *rows"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Merge the splits' softmax-weighted values and their lse; return both.
+    """Merge the splits' softmax-weighted values `out` and their `lse`; return both, in this order.
 
     lse is log2 of a sum of exponentials, in every column of a row. A split that saw no key has values 0 and lse -inf.
     All but the returned values, of type `dtype`, are float32.

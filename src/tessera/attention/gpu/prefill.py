@@ -555,7 +555,10 @@ def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
 
 
 def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Return whether registers suffice only for blocks of 64 keys."""
+    """Return whether registers suffice only for blocks of 64 keys.
+
+    That is so at head_dim 256 and, in the score role with int8 keys, at head_dim 128.
+    """
     return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
 
 
@@ -569,7 +572,8 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
-        # With a window and 256 sums per row, the compiler spills a register (found by `python -m lab study compiles`).
+        # With a window and 256 sums per row, the compiler spills a register
+        # (found by `python -m lab study compiles --platform gpu`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
         spills = spills or (shapes.scaled and block_s == 128 and is_short(spec, shapes))
         fits = shared_bytes(shapes.head_dim, config, shapes.scaled) <= SHARED_BYTES and not spills

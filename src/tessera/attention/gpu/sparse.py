@@ -218,7 +218,8 @@ def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
     if shapes.scaled and cut.row_blocks == 2:
         return False  # the fetching warpgroup, which converts, takes the registers
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
-        return False  # spills two registers with some tiles and groups (found by `python -m lab study compiles`)
+        # spills two registers with some tiles and groups (found by `python -m lab study compiles --platform gpu`)
+        return False
     columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # accumulators and scores: half a register per column
     plain = spec.tile >= ROWS and (cut.row_blocks == 1 or cut.chunk >= 32)
     most = 256 if spec.window is not None else 384 if plain else 320  # masks and copies of q need registers too

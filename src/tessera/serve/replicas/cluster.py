@@ -90,6 +90,7 @@ class Cluster:
 
     Args:
         build: loads the model and starts the engine's thread, in each replica's process; takes the API keys.
+        keys: API keys of clients; if there are none, requests need no key.
         chips: number of GPUs or TPU chips per replica; ignored if no machine has any.
         end_s: maximum seconds for a replica that is stopped to end its step and write its pages.
     """

@@ -34,7 +34,8 @@ MAX_LOST = 2
 class Relay:
     """ASGI application in front of replicas.
 
-    `margin` is that of `routing.choose`; `context` is the maximum tokens of a request, None if only replicas know it.
+    `margin` is the number of open requests by which a request's preferred replica may exceed another
+    (`routing.choose`); `context` is the maximum tokens of a request, None if only the replicas know it.
     """
 
     def __init__(self, replicas: Replicas, margin: int, context: int | None = None):
