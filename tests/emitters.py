@@ -14,7 +14,7 @@ def fast_flags() -> str:
 def fast_child(devices: int) -> dict[str, str]:
     """Return the environment of a child process on the CPU that has so many devices and compiles as this process does.
 
-    Every device compiles each program anew, so that such a process spends most of its time in the compiler.
+    Each device compiles each program again, so such a process spends most of its time in the compiler.
     """
     fast = jax.config.read("jax_disable_most_optimizations")
     flags = f"{fast_flags() if fast else ''} --xla_force_host_platform_device_count={devices}".strip()

@@ -68,7 +68,7 @@ def test_the_recipe_has_the_papers_anchors_and_reads_a_tenth():
 
 
 def test_a_plan_that_decodes_dense_is_predicted_as_dense():
-    """Decode has a cross-over of its own, whatever that of prefill."""
+    """Decode has its own cross-over, independent of prefill's."""
     asked, late = question(), replace(question().policy, decode_crossover=131073)
     dense, sparse = speed(asked, Types(), None), speed(asked, Types(), asked.policy)
     assert speed(asked, Types(), late).decode_ms == dense.decode_ms > sparse.decode_ms

@@ -8,7 +8,7 @@
 
 An engine has one lane (`lane.py`), which runs all requests over one pool of keys. In both layouts of the pool, a
 token's policy depends only on its position: prefill runs the tokens below the plan's cross-over
-(`Plan.crossover_tokens`) dense and the others under the plan, and decode has a cross-over of its own. An engine is not
+(`Plan.crossover_tokens`) dense and the others under the plan; decode has its own cross-over. An engine is not
 thread-safe.
 """
 

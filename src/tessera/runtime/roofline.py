@@ -16,7 +16,7 @@ read in that type and multiplied in bfloat16.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -159,10 +159,12 @@ class Reading(NamedTuple):
     own: float = 0.0
 
 
-def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Reading:
+def reading(config: ModelConfig, policy: Kascade | None, visible: int, *, decode: bool = False) -> Reading:
     """Count the keys that a row reads in all layers if it sees `visible` keys; `policy=None` means dense attention."""
+    rule = None if policy is None else policy.decode_at if decode else policy.at_position
+    sparse = rule is not None and rule(visible - 1, 1) is policy
     visible = min(visible, config.window or visible)
-    if policy is None or visible < policy.crossover_tokens:
+    if not sparse:
         return Reading(dense=config.num_layers * visible)
     always = policy.local + policy.sinks + policy.query_tile
 
@@ -246,9 +248,7 @@ def _prefill(q: Question, on: Chip, division: MeshShape, types: Types, policy: K
 
 def _decode(q: Question, on: Chip, division: MeshShape, types: Types, policy: Kascade | None) -> dict[str, float]:
     config, peak = q.config, on.bf16_flops_per_s / on.devices
-    if policy is not None:  # decode has a cross-over of its own
-        policy = replace(policy, crossover_tokens=0) if policy.decode_at(q.length - 1, 1) is policy else None
-    keys, stored = reading(config, policy, q.length), CACHE_TYPES[types.cache]
+    keys, stored = reading(config, policy, q.length, decode=True), CACHE_TYPES[types.cache]
     per_key = config.num_kv_heads * (config.head_dim * stored.element + stored.scale) / division.devices
     moved = q.batch * per_key * (2 * (keys.dense + keys.score + keys.sparse) + keys.own)
     matrices = layer_parameters(config) + config.vocab_size * config.hidden_size

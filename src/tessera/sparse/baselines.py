@@ -51,14 +51,18 @@ STEP = 1024
 whose chunks begin at multiples of 64 to 1,024 rows. A smaller one is rounded up to the chunks of its pool."""
 
 
+def first_sparse(crossover_tokens: int, unit: int) -> int:
+    """Return the position from which a prefill in chunks of whole `unit`s is sparse."""
+    return round_up(crossover_tokens, unit if crossover_tokens < STEP else lcm(unit, STEP))
+
+
 class DenseBefore:
-    """Rule of position of a plan: dense below `crossover_tokens`, rounded up (`STEP`, and whole `unit`s); in decode,
-    dense below `decode_crossover`, if that is set.
+    """Rule of position of a plan: dense before `first_sparse`; in decode, dense below `decode_crossover`, if that is
+    set.
     """
 
     def at_position(self, position: int, unit: int) -> Policy:
-        step = unit if self.crossover_tokens < STEP else lcm(unit, STEP)
-        return Dense() if position < round_up(self.crossover_tokens, step) else self
+        return Dense() if position < first_sparse(self.crossover_tokens, unit) else self
 
     def decode_at(self, position: int, unit: int) -> Policy:
         if self.decode_crossover is None:

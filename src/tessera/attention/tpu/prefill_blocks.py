@@ -35,7 +35,7 @@ class Config:
     block_s: int  # keys per grid step
     chunk: int  # keys per online-softmax update, clipped to `step`
     # Keys, and about as many query tokens, per iteration of the loop over a key block that a mask may cut. Longer steps
-    # are faster per score; shorter steps compute fewer masked scores. (The corner may have code of its own: `corner`.)
+    # are faster per score; shorter steps compute fewer masked scores. (`corner` may use other code there.)
     step: int = 512
     matrix_sums: bool = True  # whether row sums (and tile masses) come from extra columns of V: free if some are idle
     # Whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose vector unit can

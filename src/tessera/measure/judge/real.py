@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tessera.core import hardware
-from tessera.core.shapes import round_up
 from tessera.generate import Model
 from tessera.measure import evidence
 from tessera.measure.evidence import How, Record, What
@@ -35,7 +34,7 @@ from tessera.measure.judge.closeness import BLOCK, Pass, closeness, run_text
 from tessera.measure.judge.contenders import CONTROL, PLAN, WINDOW, Contender, contenders, plan_policy, profile
 from tessera.runtime.compilation import forget_programs
 from tessera.runtime.score import CHUNK
-from tessera.sparse.baselines import STEP, Dense
+from tessera.sparse.baselines import Dense, first_sparse
 from tessera.sparse.plan import Plan
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
@@ -381,10 +380,7 @@ def fitting(sizes: Sizes, context: int, crossover: int) -> Sizes:
     """
     if sizes.lengths[0] > context:
         raise ValueError(f"the model's context of {context} tokens is too short: {sizes.lengths[0]} are needed")
-    start, longest = (
-        round_up(crossover, CHUNK if crossover < STEP else STEP),
-        max(length for length in sizes.lengths if length <= context),
-    )
+    start, longest = first_sparse(crossover, CHUNK), max(length for length in sizes.lengths if length <= context)
     if start >= longest:
         raise ValueError(
             f"the plan's crossover_tokens={crossover} leaves nothing to judge: up to {longest} tokens the plan runs "

@@ -32,7 +32,7 @@ class Turns:
             except asyncio.CancelledError:
                 if not call.cancel():  # it runs: the tenant's next call must wait until it has ended
                     await asyncio.wait([ended])
-                    ended.exception()  # nobody asks for it any more, and asyncio would log it
+                    ended.exception()  # read it, because asyncio logs an exception that nothing reads
                 raise
             return ended.result()
 
